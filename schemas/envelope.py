@@ -1,0 +1,64 @@
+"""The envelope of a stream entry: what a reader needs before it opens the Arrow payload.
+
+Invariant: `open_envelope(fields)` returns only if the payload is the bytes that the producer sealed (xxh3-64),
+of the declared size, within the size limit. Arrow IPC has no checksum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from anabranch.schemas.errors import EnvelopeError, SchemaVersionError
+
+ENVELOPE_MAJOR = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """`producer` and `seq` make an append idempotent; `group_index` lets a reader skip without decoding."""
+
+    producer: str
+    seq: int
+    group_index: int
+    payload: bytes
+
+    def seal(self) -> dict[str, bytes]:
+        """Redis stream fields."""
+        return {
+            "v": str(ENVELOPE_MAJOR).encode(),
+            "producer": self.producer.encode(),
+            "seq": str(self.seq).encode(),
+            "group": str(self.group_index).encode(),
+            "size": str(len(self.payload)).encode(),
+            "xxh3": xxhash.xxh3_64_hexdigest(self.payload).encode(),
+            "payload": self.payload,
+        }
+
+
+def open_envelope(fields: Mapping[bytes, bytes], *, max_entry_bytes: int) -> Envelope:
+    """The verified envelope.
+
+    Raises:
+        SchemaVersionError: unknown major version.
+        EnvelopeError: a missing or unreadable field, a payload over `max_entry_bytes`, a size or checksum mismatch.
+    """
+    version = fields.get(b"v", b"none")
+    if version != str(ENVELOPE_MAJOR).encode():
+        raise SchemaVersionError(f"envelope version {version.decode('ascii', 'replace')}; this program reads {ENVELOPE_MAJOR}")
+    try:
+        payload = fields[b"payload"]
+        producer = fields[b"producer"].decode()
+        seq, group, size = (int(fields[k]) for k in (b"seq", b"group", b"size"))
+        checksum = fields[b"xxh3"].decode("ascii")
+    except (KeyError, ValueError) as error:
+        raise EnvelopeError(f"entry lacks a readable field: {error}") from error
+    if len(payload) > max_entry_bytes:
+        raise EnvelopeError(f"entry of {len(payload)} bytes is over the limit of {max_entry_bytes}")
+    if len(payload) != size:
+        raise EnvelopeError(f"entry holds {len(payload)} bytes, its envelope says {size}")
+    if xxhash.xxh3_64_hexdigest(payload) != checksum:
+        raise EnvelopeError(f"checksum mismatch in entry {producer}/{seq}")
+    return Envelope(producer, seq, group, payload)

@@ -1,0 +1,117 @@
+"""Every error this project raises on purpose, in one tree.
+
+Invariant: each error carries the exit code that its process should end with, so that systemd (and the
+demo supervisor) can tell "try again" (75) from "a person must change something" (78). An error message
+says what happened, where, and what to do; it never contains a secret (`redact_url`).
+
+    AnabranchError                  70  internal: a bug or a broken invariant
+    ├── UsageError                   2  the command line is wrong
+    ├── ConfigError                 78  the configuration is wrong: restarting will not help
+    │   ├── UnsafeSamplingError         behaviour log-probs would not be those of the sampled distribution
+    │   └── ModelMismatchError          the model does not fit the weights on the channel
+    ├── TemporaryError              75  the world is wrong for now: restart later
+    │   ├── DeadlineError               a wait reached its deadline; names what it waited for
+    │   ├── StreamUnavailableError      a Redis cannot be reached
+    │   └── BackpressureError           a Redis is full; nothing was lost
+    ├── WireError                   76  bytes from the wire break their contract
+    │   ├── EnvelopeError               a stream entry is malformed or its checksum is wrong
+    │   ├── SchemaVersionError          an unknown major schema version
+    │   ├── TrajectoryError             a trajectory breaks a rule of its schema (non-finite number, lengths)
+    │   ├── ManifestError               a weight manifest is malformed
+    │   └── DeltaError                  a weight payload is malformed, or its base or result digest is wrong
+    └── CheckpointError             78  a checkpoint is torn, foreign or missing
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit, urlunsplit
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+EXIT_INTERNAL = 70
+EXIT_TEMPORARY = 75
+EXIT_PROTOCOL = 76
+EXIT_CONFIG = 78
+
+
+class AnabranchError(Exception):
+    """Root of the tree; `exit_code` is what a process that dies of it returns."""
+
+    exit_code = EXIT_INTERNAL
+
+
+class UsageError(AnabranchError, ValueError):
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(AnabranchError, ValueError):
+    exit_code = EXIT_CONFIG
+
+
+class UnsafeSamplingError(ConfigError):
+    pass
+
+
+class ModelMismatchError(ConfigError):
+    pass
+
+
+class TemporaryError(AnabranchError, RuntimeError):
+    exit_code = EXIT_TEMPORARY
+
+
+class DeadlineError(TemporaryError, TimeoutError):
+    """A wait reached its deadline. Build it with `DeadlineError.waiting_for`."""
+
+    @classmethod
+    def waiting_for(cls, what: str, after_s: float, hint: str = "") -> DeadlineError:
+        return cls(f"gave up after {after_s:.1f} s waiting for {what}" + (f"; {hint}" if hint else ""))
+
+
+class StreamUnavailableError(TemporaryError, ConnectionError):
+    pass
+
+
+class BackpressureError(TemporaryError):
+    pass
+
+
+class WireError(AnabranchError, ValueError):
+    exit_code = EXIT_PROTOCOL
+
+
+class EnvelopeError(WireError):
+    pass
+
+
+class SchemaVersionError(WireError):
+    pass
+
+
+class TrajectoryError(WireError):
+    pass
+
+
+class ManifestError(WireError):
+    pass
+
+
+class DeltaError(WireError):
+    pass
+
+
+class CheckpointError(AnabranchError, RuntimeError):
+    exit_code = EXIT_CONFIG
+
+
+def redact_url(url: str) -> str:
+    """`url` with its password replaced by `***`, fit for logs, errors and files."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.hostname or ""
+    if ":" in host:
+        host = f"[{host}]"
+    port = f":{parts.port}" if parts.port else ""
+    netloc = f"{parts.username or ''}:***@{host}{port}"
+    return urlunsplit((parts.scheme, netloc, parts.path, parts.query, parts.fragment))

@@ -1,0 +1,111 @@
+"""Every Redis key and consumer-group name, with its type.
+
+Region Redis (trajectories):
+    ab:{run}:traj              stream   entries (schemas/envelope.py)
+    ab:{run}:seen              hash     producer id -> highest sequence number appended
+    ab:{run}:ledger            hash     produced, trained, dropped:<cause> -> count of groups
+    ab:{run}:dead              stream   entries nobody can read, with `cause`
+Hub Redis (weights, permits, status):
+    ab:{run}:epoch             string   newest epoch opened (INCR)
+    ab:{run}:head              string   JSON {epoch, version}: newest committed manifest
+    ab:{run}:manifest:E:V:KIND string   JSON manifest
+    ab:{run}:layout:HASH       string   JSON layout
+    ab:{run}:blob:DIGEST       string   payload chunk
+    ab:{run}:versions          zset     "E:V:KIND" by commit order, for retention
+    ab:{run}:permits           hash     next, limit, batch, max_age, epoch
+    ab:{run}:leases            zset     group index -> lease expiry (Unix ms)
+    ab:{run}:returned          zset     group index to hand out again, by index
+    ab:{run}:attempts          hash     group index -> times handed out beyond the first
+    ab:{run}:eval:E:V          hash     shard index -> JSON result, or lease "producer|expiry"
+    ab:{run}:eval              string   JSON {epoch, version, shards}: the evaluation wanted now
+    ab:{run}:producers         hash     producer id -> JSON status (region, version served, tokens/s, ...)
+    ab:{run}:learner           string   JSON status
+    ab:{run}:run               hash     started_ms, finished (reason) — producers and recorder end when it is set
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEARNER_GROUP = "learner"
+RECORDER_GROUP = "recorder"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    run: str
+
+    def _key(self, *parts: object) -> str:
+        return ":".join(["ab", self.run, *map(str, parts)])
+
+    @property
+    def trajectories(self) -> str:
+        return self._key("traj")
+
+    @property
+    def seen(self) -> str:
+        return self._key("seen")
+
+    @property
+    def ledger(self) -> str:
+        return self._key("ledger")
+
+    @property
+    def dead_letters(self) -> str:
+        return self._key("dead")
+
+    @property
+    def epoch(self) -> str:
+        return self._key("epoch")
+
+    @property
+    def head(self) -> str:
+        return self._key("head")
+
+    def manifest(self, epoch: int, version: int, kind: str) -> str:
+        return self._key("manifest", epoch, version, kind)
+
+    def layout(self, layout_hash: str) -> str:
+        return self._key("layout", layout_hash)
+
+    def blob(self, digest: str) -> str:
+        return self._key("blob", digest)
+
+    @property
+    def versions(self) -> str:
+        return self._key("versions")
+
+    @property
+    def permits(self) -> str:
+        return self._key("permits")
+
+    @property
+    def leases(self) -> str:
+        return self._key("leases")
+
+    @property
+    def returned(self) -> str:
+        return self._key("returned")
+
+    @property
+    def attempts(self) -> str:
+        return self._key("attempts")
+
+    @property
+    def evaluation(self) -> str:
+        return self._key("eval")
+
+    def evaluation_results(self, epoch: int, version: int) -> str:
+        return self._key("eval", epoch, version)
+
+    @property
+    def producers(self) -> str:
+        return self._key("producers")
+
+    @property
+    def learner(self) -> str:
+        return self._key("learner")
+
+    @property
+    def run_state(self) -> str:
+        return self._key("run")

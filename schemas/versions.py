@@ -1,0 +1,41 @@
+"""Policy versions: which weights sampled a token.
+
+Invariant: `(epoch, version)` names one set of weights for the whole life of a run. `version` is the number
+of optimizer steps behind the weights. A learner that (re)starts opens the next epoch at the version of its
+checkpoint (0 for a fresh run), its *fork*; it never publishes under an older epoch again.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from anabranch.schemas.errors import TrajectoryError
+
+_TAG = re.compile(r"e(\d{1,9})\.v(\d{1,15})\Z")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PolicyVersion:
+    epoch: int
+    version: int
+
+    def __str__(self) -> str:
+        """The tag an engine carries: `e1.v42`."""
+        return f"e{self.epoch}.v{self.version}"
+
+    @classmethod
+    def parse(cls, tag: str) -> PolicyVersion:
+        """Inverse of `str`. Raises TrajectoryError on anything else (vLLM's initial "default" included)."""
+        match = _TAG.match(tag)
+        if match is None:
+            raise TrajectoryError(f"{tag!r} is not a policy version tag such as 'e1.v42'")
+        return cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens from `start` (index into the completion) to the next span's start were sampled by `policy`."""
+
+    policy: PolicyVersion
+    start: int

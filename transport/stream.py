@@ -1,0 +1,78 @@
+"""The trajectory stream of one region, as a protocol with two implementations that pass one contract suite:
+`RedisStream` and `MemoryStream`.
+
+Invariant: an appended entry is delivered to every consumer group until that group acknowledges it, whoever
+dies in between; `append` of the same (producer, seq) twice stores once; `produced = sum of fates + pending`
+holds for the learner's group at every instant (appending and counting are one atomic act, and so are
+acknowledging and counting the fate). Held by tests/contract/test_stream.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from anabranch.schemas.envelope import Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """An entry as a consumer group received it. `fields` is unverified (see `schemas.envelope.open_envelope`)."""
+
+    entry_id: str
+    fields: Mapping[bytes, bytes]
+    deliveries: int  # how often it was delivered to this group, this time included
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """Groups of one region: `produced` ever appended, `fates` by name ("trained", "dropped:age", ...), `pending`
+    counted independently from the stream (undelivered + delivered but not acknowledged)."""
+
+    produced: int
+    pending: int
+    fates: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def balanced(self) -> bool:
+        return self.produced == self.pending + sum(self.fates.values())
+
+
+class TrajectoryStream(Protocol):
+    """All methods raise StreamUnavailableError when the server cannot be reached, BackpressureError when it is full."""
+
+    def append(self, envelope: Envelope) -> bool:
+        """Store `envelope` once. False if (producer, seq) was stored before. Sequence numbers ascend per producer."""
+        ...
+
+    def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
+        """New entries for `consumer`, waiting up to `block_ms` for the first; the group is created if missing,
+        from the beginning of the stream."""
+        ...
+
+    def read_own_pending(self, group: str, consumer: str, *, max_entries: int, after_id: str = "0-0") -> list[Delivery]:
+        """Entries delivered to `consumer` earlier and not acknowledged, in order, beyond `after_id` (a restart begins here)."""
+        ...
+
+    def claim_idle(self, group: str, consumer: str, *, idle_ms: int, max_entries: int) -> list[Delivery]:
+        """Take over entries that another consumer of the group has left unacknowledged for `idle_ms`."""
+        ...
+
+    def settle(self, group: str, fates: Sequence[tuple[str, str]]) -> int:
+        """Acknowledge `(entry_id, fate)` pairs and count each fate, atomically; a pair settled before is not counted
+        again. Fates are "trained" or "dropped:<cause>"; for groups other than the learner's, fate "" counts nothing.
+        Returns how many were newly settled."""
+        ...
+
+    def dead_letter(self, group: str, delivery: Delivery, cause: str) -> None:
+        """Copy the entry to the dead-letter stream with its cause and settle it as "dropped:dead_letter", atomically."""
+        ...
+
+    def trim(self) -> int:
+        """Remove entries that every consumer group has acknowledged; returns how many."""
+        ...
+
+    def ledger(self, group: str) -> LedgerCounts: ...
+
+    def close(self) -> None: ...
