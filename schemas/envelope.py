@@ -47,7 +47,9 @@ def open_envelope(fields: Mapping[bytes, bytes], *, max_entry_bytes: int) -> Env
     """
     version = fields.get(b"v", b"none")
     if version != str(ENVELOPE_MAJOR).encode():
-        raise SchemaVersionError(f"envelope version {version.decode('ascii', 'replace')}; this program reads {ENVELOPE_MAJOR}")
+        raise SchemaVersionError(
+            f"envelope version {version.decode('ascii', 'replace')}; this program reads {ENVELOPE_MAJOR}"
+        )
     try:
         payload = fields[b"payload"]
         producer = fields[b"producer"].decode()

@@ -49,7 +49,9 @@ class Manifest(BaseModel):
     def _bound_to_its_base(self) -> Self:
         has_base = self.base_version is not None and self.base_digest is not None
         if (self.kind == "delta") != has_base:
-            raise ValueError(f"kind {self.kind} {'needs' if self.kind == 'delta' else 'must not have'} base_version and base_digest")
+            raise ValueError(
+                f"kind {self.kind} {'needs' if self.kind == 'delta' else 'must not have'} base_version and base_digest"
+            )
         if self.base_version is not None and self.base_version >= self.version:
             raise ValueError(f"delta goes from version {self.base_version} to {self.version}")
         return self

@@ -10,6 +10,7 @@ columns are ignored) and refuses another major by name.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -24,7 +25,9 @@ SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 0
 _VERSION_KEY = b"anabranch.trajectory"
 
-SPAN = pa.struct([pa.field("epoch", pa.int32(), False), pa.field("version", pa.int64(), False), pa.field("start", pa.int32(), False)])
+SPAN = pa.struct(
+    [pa.field("epoch", pa.int32(), False), pa.field("version", pa.int64(), False), pa.field("start", pa.int32(), False)]
+)
 SCHEMA = pa.schema(
     [
         pa.field("run", pa.string(), False),
@@ -212,6 +215,6 @@ def _check(group: Group, rollout: Rollout) -> None:
     if not math.isfinite(rollout.reward):
         raise TrajectoryError(f"{where}: the reward is {rollout.reward}")
     starts = [s.start for s in rollout.spans]
-    ordered = all(a < b for a, b in zip(starts, starts[1:], strict=False))
+    ordered = all(a < b for a, b in itertools.pairwise(starts))
     if not starts or starts[0] != 0 or not ordered or starts[-1] >= tokens:
         raise TrajectoryError(f"{where}: version spans start at {starts} for {tokens} tokens")

@@ -22,7 +22,11 @@ ENV_PREFIX = "ANABRANCH__"
 
 
 def load_config(
-    toml_text: str = "", *, source: str = "configuration", environ: Mapping[str, str] | None = None, overrides: Iterable[str] = ()
+    toml_text: str = "",
+    *,
+    source: str = "configuration",
+    environ: Mapping[str, str] | None = None,
+    overrides: Iterable[str] = (),
 ) -> RunConfig:
     """A validated `RunConfig`; later layers win.
 

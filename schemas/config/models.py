@@ -28,7 +28,9 @@ class PathsSection(Section):
 
 
 class RunSection(PathsSection):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="names the run directory and the Redis keys")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="names the run directory and the Redis keys"
+    )
     dir: Path = Field(Path("runs"), description="parent of the run directory")
     seed: int = Field(0, ge=0, lt=2**31, description="seeds prompts, sampling, initial state")
 
@@ -42,7 +44,9 @@ class ModelSection(PathsSection):
 
 
 class RedisSection(Section):
-    url: str = Field("redis://127.0.0.1:6379/0", description="redis:// or rediss:// URL; a password in it is never shown")
+    url: str = Field(
+        "redis://127.0.0.1:6379/0", description="redis:// or rediss:// URL; a password in it is never shown"
+    )
 
     @field_validator("url")
     @classmethod
@@ -56,14 +60,20 @@ class TaskSection(Section):
     """A `reasoning-gym` dataset: prompts by index, answers scored by its own scorer and required exact."""
 
     dataset: str = Field("chain_sum", description="name of a reasoning-gym generator")
-    params: dict[str, int | float | bool | str | list[Any]] = Field(default_factory=dict, description="keyword arguments of the generator")
+    params: dict[str, int | float | bool | str | list[Any]] = Field(
+        default_factory=dict, description="keyword arguments of the generator"
+    )
     prompt: str = Field("{question}", description="template around the question")
     system: str = Field("", description="system message; used only with chat_template")
     chat_template: bool = Field(False, description="wrap the prompt with the tokenizer's chat template")
-    answer_pattern: str = Field("", description="regular expression whose first group is the answer; empty: the whole text, stripped")
+    answer_pattern: str = Field(
+        "", description="regular expression whose first group is the answer; empty: the whole text, stripped"
+    )
     max_prompt_tokens: int = Field(256, ge=1)
     heldout_size: int = Field(200, ge=1, description="fixed held-out prompts, from their own seed; never trained on")
-    heldout_temperature: float = Field(1.0, ge=0, description="sampling temperature of the held-out evaluation; 0 is greedy")
+    heldout_temperature: float = Field(
+        1.0, ge=0, description="sampling temperature of the held-out evaluation; 0 is greedy"
+    )
 
 
 class SamplingSection(Section):
@@ -82,7 +92,13 @@ class SamplingSection(Section):
 
     @model_validator(mode="after")
     def _only_the_true_distribution(self) -> Self:
-        safe = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        safe = {
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
         unsafe = [f"{k} = {getattr(self, k)} (must be {v})" for k, v in safe.items() if getattr(self, k) != v]
         if self.top_k > 0:
             unsafe.append(f"top_k = {self.top_k} (must be -1)")
@@ -102,18 +118,26 @@ class ProducerSection(Section):
     kv_cache_bytes: int = Field(64 * 2**20, ge=2**20, description="CPU and GPU: KV cache size in bytes; set explicitly")
     groups_in_flight: int = Field(8, ge=1, description="groups sampled at once; also the size of a permit block")
     poll_ms: int = Field(50, ge=1, description="how often the weight channel's head is polled")
-    kv_policy: Literal["keep", "recompute"] = Field("keep", description="what happens to running requests' KV at a swap")
+    kv_policy: Literal["keep", "recompute"] = Field(
+        "keep", description="what happens to running requests' KV at a swap"
+    )
     permit_lease_ms: int = Field(60_000, ge=1_000, description="a permit not settled by then goes to somebody else")
     rollout_deadline_s: float = Field(300.0, gt=0)
-    append_deadline_s: float = Field(120.0, gt=0, description="how long an unreachable region Redis is retried before exit 75")
-    verify_every_updates: int = Field(0, ge=0, description="check the live engine's digest every N swaps; 0: only on demand")
+    append_deadline_s: float = Field(
+        120.0, gt=0, description="how long an unreachable region Redis is retried before exit 75"
+    )
+    verify_every_updates: int = Field(
+        0, ge=0, description="check the live engine's digest every N swaps; 0: only on demand"
+    )
 
 
 class CorrectionSection(Section):
     """Off-policy correction, see docs/staleness.md."""
 
     objective: Objective = "dppo_tv"
-    max_age: int = Field(8, ge=0, description="hard bound: a group with an older token never reaches the loss; 0 is synchronous")
+    max_age: int = Field(
+        8, ge=0, description="hard bound: a group with an older token never reaches the loss; 0 is synchronous"
+    )
     tau: float = Field(0.2, gt=0, description="dppo_tv: trust region on the probability difference")
     ratio_cap: float = Field(20.0, gt=0, description="dppo_tv: cap on the importance ratio")
     penalty: float = Field(1e-3, ge=0, description="weight of the d² penalty")
@@ -139,7 +163,9 @@ class LearnerSection(PathsSection):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, ge=0, description="0: off")
-    checkpoint_every: int = Field(20, ge=1, description="steps between durable checkpoints; entries are acknowledged after one")
+    checkpoint_every: int = Field(
+        20, ge=1, description="steps between durable checkpoints; entries are acknowledged after one"
+    )
     keep_checkpoints: int = Field(2, ge=1)
     batch_deadline_s: float = Field(600.0, gt=0, description="how long a step waits for its batch before exit 75")
     evaluate: bool = Field(True, description="held-out evaluation before the first and after the last step")
@@ -156,8 +182,12 @@ class LearnerSection(PathsSection):
 
 class ChannelSection(Section):
     zstd_level: int = Field(1, ge=1, le=22)
-    anchor_every: int = Field(50, ge=1, description="a full snapshot every N versions, so that a late joiner needs few deltas")
-    keep_versions: int = Field(200, ge=2, description="versions kept on the channel behind the head (and back to the newest anchor)")
+    anchor_every: int = Field(
+        50, ge=1, description="a full snapshot every N versions, so that a late joiner needs few deltas"
+    )
+    keep_versions: int = Field(
+        200, ge=2, description="versions kept on the channel behind the head (and back to the newest anchor)"
+    )
     connect_deadline_s: float = Field(60.0, gt=0)
 
 

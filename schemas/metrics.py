@@ -1,0 +1,114 @@
+"""What a run reports: one record per learner step, evaluation or event, and the status of each process.
+
+Invariant: these models are the only description of `metrics.jsonl` (one JSON object a line, told apart by
+`event`) and of the status hashes on the hub; display, plots and summary read nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    time_ms: int = Field(description="Unix time")
+
+
+class StepRecord(Record):
+    event: Literal["step"] = "step"
+    step: int = Field(description="optimizer steps done, this one included")
+    steps_total: int
+    epoch: int
+    version: int = Field(description="policy version this step published")
+    reward_mean: float = Field(description="mean reward of the batch's rollouts, zero-variance groups included")
+    reward_std: float
+    loss: float
+    grad_norm: float
+    lr: float
+    groups: int = Field(description="groups in the batch")
+    rollouts: int
+    tokens: int = Field(description="completion tokens in the batch")
+    zero_advantage_fraction: float = Field(description="share of groups whose rollouts all scored the same")
+    age_tokens: dict[int, int] = Field(description="age (learner version − sampling version) -> tokens")
+    in_flight_age_mean: float = Field(description="mean age gained between sampling and the group's last token")
+    in_queue_age_mean: float = Field(description="mean age gained between the group's last token and training")
+    ratio_mean: float
+    ratio_max: float
+    kl_k1: float
+    kl_k3: float
+    kl_k3_same_version: float | None = Field(default=None, description="over tokens of age 0: engine mismatch")
+    ess_token: float = Field(description="effective sample size of the token ratios, 0..1")
+    masked_fraction: float = Field(description="tokens that the trust region or the veto kept from the loss")
+    kept_mass: float
+    entropy: float | None = None
+    dropped: dict[str, int] = Field(default_factory=dict, description="groups dropped since the last step, by cause")
+    wait_s: float = Field(description="waiting for the batch")
+    step_s: float = Field(description="forward, backward, optimizer")
+    publish_s: float
+    checkpoint_s: float = 0.0
+    delta_bytes: int
+    full_bytes: int
+    changed_fraction: float
+    queue_depth: dict[str, int] = Field(default_factory=dict, description="region -> groups pending")
+    tokens_per_s: dict[str, float] = Field(default_factory=dict, description="region -> tokens sampled per second")
+    versions_served: dict[str, str] = Field(default_factory=dict, description="producer -> policy tag")
+    eta_s: float | None = None
+
+
+class EvaluationRecord(Record):
+    event: Literal["evaluation"] = "evaluation"
+    epoch: int
+    version: int
+    prompts: int
+    mean_reward: float
+    standard_error: float
+    temperature: float
+    seconds: float
+
+
+class NoteRecord(Record):
+    """Anything else worth a line: started, resumed, checkpoint, producer_lost, finished, ..."""
+
+    event: Literal["note"] = "note"
+    what: str
+    detail: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+
+
+AnyRecord = Annotated[StepRecord | EvaluationRecord | NoteRecord, Field(discriminator="event")]
+
+
+class LearnerStatus(BaseModel):
+    """The learner's line on the hub, refreshed at every change of state and at least every few seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    updated_ms: int
+    state: str
+    waiting_for: str = ""
+    step: int
+    steps_total: int
+    epoch: int
+    version: int
+
+
+class ProducerStatus(BaseModel):
+    """A producer's line on the hub."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    updated_ms: int
+    region: str
+    pid: int
+    state: str
+    policy: str = Field(description="tag of the version served, '' before the first")
+    served_since_ms: int = 0
+    tokens_per_s: float = 0.0
+    groups_done: int = 0
+    groups_running: int = 0
+    swaps: int = 0
+    last_swap_pause_ms: float = 0.0
+    publish_to_serve_ms: float = Field(
+        default=0.0, description="manifest published -> engine confirmed, of the last swap"
+    )
+    waiting_for: str = ""
+    last_error: str = ""

@@ -1,0 +1,57 @@
+"""Permits: the right to start a group, handed out so that age stays bounded while nothing idles.
+
+Invariant (capacity rule): with batch size B, age bound S and learner version v, no group index at or above
+min((S + v + 1)·B, total) has ever been handed out; every index below `next` is exactly one of accepted, leased or
+returned, so a producer that dies costs its leases' time and no group. Held by tests/contract/test_permits.py.
+
+A group index names a position in the run's prompt order: index g is trained in step g // B when nothing is late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from anabranch.schemas.versions import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Start group `group_index`, with weights at or after `min_policy` (so that S = 0 is synchronous)."""
+
+    group_index: int
+    attempt: int
+    min_policy: PolicyVersion
+
+
+class Permits(Protocol):
+    """All methods raise StreamUnavailableError when the hub cannot be reached. Times are the hub's clock."""
+
+    def take(self, producer: str, *, max_groups: int, lease_ms: int) -> list[Permit]:
+        """Up to `max_groups` permits, lowest index first: expired leases and returned indices (attempt + 1) before new
+        ones. Empty when the bound is reached or no learner has opened the run."""
+        ...
+
+    def renew(self, producer: str, group_indices: Sequence[int], *, lease_ms: int) -> list[int]:
+        """Extend leases still held by `producer`; returns those that are no longer its own."""
+        ...
+
+    def settle(self, group_indices: Sequence[int]) -> None:
+        """Learner: these groups have arrived; whoever held a lease on them no longer does."""
+        ...
+
+    def give_back(self, group_indices: Sequence[int]) -> None:
+        """Learner: these groups were dropped, hand them out again."""
+        ...
+
+    def advance(self, version: int) -> None:
+        """Learner: version v is published; raises the limit to min((S + v + 1)·B, total)."""
+        ...
+
+    def reset(
+        self, *, epoch: int, version: int, batch: int, max_age: int, total: int, accepted: Collection[int]
+    ) -> None:
+        """Learner, at start: open the epoch at `version`. `accepted` are the indices trained before the checkpoint or
+        still waiting in a stream; every other index ever handed out and not leased now is returned. Atomic."""
+        ...
