@@ -39,3 +39,14 @@ class VersionSpan:
 
     policy: PolicyVersion
     start: int
+
+
+def policy_age(sampled: PolicyVersion, now: PolicyVersion, fork_version: int) -> int:
+    """How many optimizer steps separate the policy that sampled from the policy `now`.
+
+    Epoch `now.epoch` began at `fork_version`. A token of an older epoch sampled beyond the fork comes from a sibling
+    of the current line: its distance goes back to the fork and forward again.
+    """
+    if sampled.epoch == now.epoch or sampled.version <= fork_version:
+        return now.version - sampled.version
+    return (now.version - fork_version) + (sampled.version - fork_version)

@@ -196,7 +196,7 @@ class StreamSection(Section):
     block_ms: int = Field(200, ge=1, description="blocking read; kept below socket_timeout_ms")
     socket_timeout_ms: int = Field(5_000, ge=100)
     claim_idle_ms: int = Field(60_000, ge=1_000, description="entries of a dead consumer are claimed after this")
-    max_deliveries: int = Field(5, ge=1, description="an entry delivered more often goes to the dead-letter stream")
+    max_deliveries: int = Field(32, ge=1, description="an entry delivered more often goes to the dead-letter stream")
 
     @model_validator(mode="after")
     def _block_below_timeout(self) -> Self:
