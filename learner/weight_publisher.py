@@ -72,12 +72,12 @@ class WeightPublisher:
         digests = self._tensor_digests | {n: tensor_digest(state[n]) for n in encoded.changed_tensors}
         digest = root_digest(self._layout, digests)
         self._commit("delta", encoded, version, digest, step)
-        if (version - self._fork_version) % self._config.anchor_every == 0:
-            anchor = encode_anchor(self._layout, state, zstd_level=self._config.zstd_level)
-            self._commit("anchor", anchor, version, digest, step)
         for name in encoded.changed_tensors:
             np.copyto(self._base[name], state[name].reshape(-1))
         self._version, self._tensor_digests, self._digest = version, digests, digest
+        if (version - self._fork_version) % self._config.anchor_every == 0:
+            anchor = encode_anchor(self._layout, state, zstd_level=self._config.zstd_level)
+            self._commit("anchor", anchor, version, digest, step)
         self._channel.retain(self._config.keep_versions)
         return self._report(encoded, started)
 
