@@ -1,0 +1,327 @@
+"""The producer's loop: permits in, sampled and scored groups out, weights swapped between two engine steps.
+
+Invariant: one thread drives the engine. A group is started only under a permit and only when the version served
+satisfies the permit; it ends as an entry in the outbox, or as an aborted group whose lease runs out. A swap happens
+only between steps, so every token's tag names the weights that sampled it. Held by tests/unit/producers/test_rollout.py
+and tests/e2e/.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import structlog
+import xxhash
+
+from anabranch.producers.engine import Finished, RolloutEngine
+from anabranch.producers.environments import Problem
+from anabranch.producers.hub_link import HubLink
+from anabranch.producers.outbox import Outbox
+from anabranch.producers.weight_follower import WeightFollower, changed_elements
+from anabranch.schemas.config import RunConfig
+from anabranch.schemas.errors import AnabranchError, ConfigError, DeadlineError, DeltaError
+from anabranch.schemas.metrics import ProducerStatus
+from anabranch.schemas.trajectory import Group, Rollout
+from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.permits import Permit
+
+DRAIN_S = 5.0
+RATE_WINDOW_S = 10.0
+
+
+class ProducerState(enum.Enum):
+    WAITING_FOR_WEIGHTS = "waiting for weights"
+    SAMPLING = "sampling"
+    EVALUATING = "evaluating"
+    IDLE = "idle"
+    DRAINING = "draining"
+    DONE = "done"
+
+
+class Prompts(Protocol):
+    """The environment as the loop needs it: problems by index, their token ids, their score."""
+
+    def training(self, group_index: int) -> tuple[Problem, Sequence[int]]: ...
+
+    def heldout(self, index: int) -> tuple[Problem, Sequence[int]]: ...
+
+    def score(self, problem: Problem, text: str) -> float: ...
+
+
+@dataclass(slots=True)
+class _Running:
+    permit: Permit
+    problem: Problem
+    prompt_ids: Sequence[int]
+    started_ms: int
+    started_s: float
+    finished: dict[int, tuple[Finished, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    policy: PolicyVersion
+    shard: int
+    problems: dict[str, Problem]
+    rewards: dict[str, float] = field(default_factory=dict)
+
+
+def sample_seed(run_seed: int, kind: str, index: int, sample: int) -> int:
+    """The seed of one completion: a function of its place in the run, not of who samples it or when."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}/{kind}/{index}/{sample}".encode()) >> 1
+
+
+class RolloutLoop:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        prompts: Prompts,
+        follower: WeightFollower,
+        link: HubLink,
+        outbox: Outbox,
+        config: RunConfig,
+        *,
+        producer: str,
+        region: str,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self._engine, self._prompts, self._follower, self._link = engine, prompts, follower, link
+        self._outbox, self._config, self._producer, self._region = outbox, config, producer, region
+        self._clock_ms = clock_ms
+        self._running: dict[int, _Running] = {}
+        self._evaluation: _Evaluation | None = None
+        self._draining_since: float | None = None
+        self._rate: deque[tuple[float, int]] = deque()
+        self._groups_done = self._swaps = 0
+        self._served_since_ms = 0
+        self._last_pause_ms = self._publish_to_serve_ms = 0.0
+        self._swap_error = ""
+        self.state = ProducerState.WAITING_FOR_WEIGHTS
+        self._log = structlog.get_logger()
+
+    def run(self, should_stop: Callable[[], bool], heartbeat: Callable[[], None] = lambda: None) -> str:
+        """Work until the run is finished or `should_stop()`; returns why it ended."""
+        while True:
+            if self._link.finished is not None:
+                self._abort(list(self._running.values()))
+                self.state = ProducerState.DONE
+                return f"run finished: {self._link.finished}"
+            if should_stop() and self._draining_since is None:
+                self._draining_since = time.monotonic()
+            if self._draining_since is not None and self._drained():
+                self.state = ProducerState.DONE
+                return "stopped"
+            self.turn()
+            heartbeat()
+
+    def turn(self) -> None:
+        """One engine step and everything around it."""
+        self._swap_if_staged()
+        self._start_groups()
+        self._outbox.flush()
+        if not self._engine.has_unfinished:
+            self.state = self._idle_state()
+            self._follower.staged(wait_s=0.005)
+            time.sleep(0.002)
+            return
+        for finished in self._engine.step():
+            self._take_finished(finished)
+        self._drop_overdue()
+
+    def status(self) -> ProducerStatus:
+        """Called from the hub link's thread; reads plain attributes only."""
+        now = time.monotonic()
+        recent = [(t, n) for t, n in list(self._rate) if now - t < RATE_WINDOW_S]
+        policy = self._engine.policy
+        return ProducerStatus(
+            updated_ms=self._clock_ms(),
+            region=self._region,
+            pid=os.getpid(),
+            state=self.state.value,
+            policy=str(policy) if policy else "",
+            served_since_ms=self._served_since_ms,
+            tokens_per_s=sum(n for _, n in recent) / RATE_WINDOW_S,
+            groups_done=self._groups_done,
+            groups_running=len(self._running),
+            swaps=self._swaps,
+            last_swap_pause_ms=self._last_pause_ms,
+            publish_to_serve_ms=self._publish_to_serve_ms,
+            waiting_for=self._waiting_for(),
+            last_error=self._swap_error or self._follower.last_error or self._outbox.error or self._link.error,
+        )
+
+    def _swap_if_staged(self) -> None:
+        staged = self._follower.staged()
+        if staged is None or self._evaluation is not None:
+            return
+        try:
+            report = self._engine.swap(self._follower.mirror, staged.policy, staged.changed)
+            self._verify_live(staged.digest)
+        except ConfigError:
+            raise
+        except AnabranchError as error:
+            self._swap_error = f"swap to {staged.policy} refused: {error}"
+            self._log.error(
+                "swap refused; the old version goes on serving", policy=str(staged.policy), error=str(error)
+            )
+            self._follower.reject(staged, str(error))
+            return
+        self._follower.confirm(staged)
+        self._swaps += 1
+        self._swap_error = ""
+        self._served_since_ms = self._clock_ms()
+        self._last_pause_ms = report.pause_s * 1e3
+        self._publish_to_serve_ms = float(max(0, self._served_since_ms - staged.published_ms))
+        self._log.debug(
+            "serving",
+            policy=str(staged.policy),
+            pause_ms=round(self._last_pause_ms, 2),
+            elements=changed_elements(staged.changed, self._follower.mirror),
+            path=staged.path,
+        )
+
+    def _verify_live(self, digest: str) -> None:
+        every = self._config.producer.verify_every_updates
+        if every and (self._swaps + 1) % every == 0:
+            live = self._engine.live_digest()
+            if live != digest:
+                raise DeltaError(f"the live engine's weights have digest {live}, the channel says {digest}")
+
+    def _start_groups(self) -> None:
+        if self._draining_since is not None:
+            return
+        self._start_evaluation()
+        config = self._config.producer
+        full = len(self._outbox) > config.groups_in_flight
+        free = 0 if full else config.groups_in_flight - len(self._running)
+        reserve = max(1, config.groups_in_flight // 4)
+        self._link.want(free + reserve if not full else 0, self._engine.policy)
+        if free <= 0 or self._evaluation is not None:
+            return
+        for permit in self._link.take(free):
+            self._start(permit)
+
+    def _start(self, permit: Permit) -> None:
+        problem, prompt_ids = self._prompts.training(permit.group_index)
+        running = _Running(permit, problem, prompt_ids, self._clock_ms(), time.monotonic())
+        self._running[permit.group_index] = running
+        for sample in range(self._config.sampling.group_size):
+            seed = sample_seed(self._config.run.seed, "train", permit.group_index, sample)
+            self._engine.submit(f"{permit.group_index}.{sample}", prompt_ids, seed=seed)
+
+    def _take_finished(self, finished: Finished) -> None:
+        self._rate.append((time.monotonic(), len(finished.token_ids)))
+        while self._rate and time.monotonic() - self._rate[0][0] > RATE_WINDOW_S:
+            self._rate.popleft()
+        if self._evaluation is not None and finished.request_id in self._evaluation.problems:
+            self._take_evaluated(self._evaluation, finished)
+            return
+        index, _, sample = finished.request_id.partition(".")
+        running = self._running.get(int(index))
+        if running is None:
+            return  # aborted meanwhile
+        running.finished[int(sample)] = (finished, self._clock_ms())
+        if len(running.finished) == self._config.sampling.group_size:
+            del self._running[int(index)]
+            self._outbox.put(self._group(running))
+            self._outbox.flush()
+            self._link.release(int(index))
+            self._groups_done += 1
+
+    def _group(self, running: _Running) -> Group:
+        return Group(
+            run=self._config.run.name,
+            region=self._region,
+            producer=self._producer,
+            group_index=running.permit.group_index,
+            attempt=running.permit.attempt,
+            prompt_token_ids=np.asarray(running.prompt_ids, dtype=np.int32),
+            prompt_text=running.problem.prompt_text,
+            answer=running.problem.answer,
+            rollouts=tuple(
+                Rollout(
+                    sample_index=sample,
+                    token_ids=done.token_ids,
+                    logprobs=done.logprobs,
+                    spans=done.spans,
+                    reward=self._prompts.score(running.problem, done.text),
+                    finish_reason=done.finish_reason,
+                    text=done.text,
+                    started_ms=running.started_ms,
+                    finished_ms=at_ms,
+                )
+                for sample, (done, at_ms) in sorted(running.finished.items())
+            ),
+        )
+
+    def _start_evaluation(self) -> None:
+        if self._evaluation is not None or self._running:
+            return
+        granted = self._link.take_evaluation()
+        if granted is None:
+            return
+        policy, shard, shards = granted
+        problems: dict[str, Problem] = {}
+        for index in range(shard, self._config.task.heldout_size, shards):
+            problem, prompt_ids = self._prompts.heldout(index)
+            request = f"heldout.{index}"
+            problems[request] = problem
+            seed = sample_seed(self._config.run.seed, "heldout", index, 0)
+            self._engine.submit(request, prompt_ids, seed=seed, temperature=self._config.task.heldout_temperature)
+        self._evaluation = _Evaluation(policy, shard, problems)
+
+    def _take_evaluated(self, evaluation: _Evaluation, finished: Finished) -> None:
+        problem = evaluation.problems[finished.request_id]
+        evaluation.rewards[finished.request_id] = self._prompts.score(problem, finished.text)
+        if len(evaluation.rewards) == len(evaluation.problems):
+            rewards = [evaluation.rewards[r] for r in evaluation.problems]
+            self._link.post_evaluation(evaluation.policy, evaluation.shard, {"rewards": rewards})
+            self._evaluation = None
+
+    def _drop_overdue(self) -> None:
+        now, limit = time.monotonic(), self._config.producer.rollout_deadline_s
+        lost = self._link.lost()
+        overdue = [r for g, r in self._running.items() if now - r.started_s > limit or g in lost]
+        if overdue:
+            self._log.warning("groups aborted", groups=[r.permit.group_index for r in overdue], deadline_s=limit)
+            self._abort(overdue)
+
+    def _abort(self, groups: Iterable[_Running]) -> None:
+        for running in list(groups):
+            index = running.permit.group_index
+            self._running.pop(index, None)
+            left = [s for s in range(self._config.sampling.group_size) if s not in running.finished]
+            self._engine.abort([f"{index}.{sample}" for sample in left])
+            self._link.release(index)
+
+    def _drained(self) -> bool:
+        """Whether a stop may complete: groups in flight are finished (or their time is up) and appended."""
+        assert self._draining_since is not None
+        self.state = ProducerState.DRAINING
+        if time.monotonic() - self._draining_since < DRAIN_S:
+            return not self._running and not len(self._outbox)
+        self._abort(list(self._running.values()))
+        if len(self._outbox):
+            raise DeadlineError.waiting_for(
+                f"region {self._region} to take the last {len(self._outbox)} groups", DRAIN_S
+            )
+        return True
+
+    def _idle_state(self) -> ProducerState:
+        if self._engine.policy is None:
+            return ProducerState.WAITING_FOR_WEIGHTS
+        return ProducerState.IDLE
+
+    def _waiting_for(self) -> str:
+        if self._engine.policy is None:
+            return "the first weights on the channel"
+        if self._outbox.error:
+            return f"region {self._region}: {len(self._outbox)} groups to append"
+        return "permits" if self.state is ProducerState.IDLE else ""
