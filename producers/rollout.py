@@ -163,7 +163,6 @@ class RolloutLoop:
             return
         try:
             report = self._engine.swap(self._follower.mirror, staged.policy, staged.changed)
-            self._verify_live(staged.digest)
         except ConfigError:
             raise
         except AnabranchError as error:
@@ -173,6 +172,7 @@ class RolloutLoop:
             )
             self._follower.reject(staged, str(error))
             return
+        self._verify_live(staged.digest)
         self._follower.confirm(staged)
         self._swaps += 1
         self._swap_error = ""
@@ -188,6 +188,7 @@ class RolloutLoop:
         )
 
     def _verify_live(self, digest: str) -> None:
+        """A live engine that is not what it claims must not sample another token: the process ends, and starts afresh."""
         every = self._config.producer.verify_every_updates
         if every and (self._swaps + 1) % every == 0:
             live = self._engine.live_digest()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 

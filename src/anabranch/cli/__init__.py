@@ -1,0 +1,1 @@
+"""The command line. Invariant: building the parsers and `--help` import no heavy library (tests/test_cli_surface.py)."""

@@ -1,0 +1,67 @@
+"""`anabranch COMMAND`: one program for every process of the pipeline.
+
+Invariant: exit codes are those of schemas/errors.py (0 ok, 2 usage, 75 temporary, 76 protocol, 78 configuration),
+and a user's mistake is one clear line, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import anabranch
+from anabranch.cli.common import HelpFormatter
+
+# command modules, in the order of --help; each has add_parser(subparsers), whose parser sets `run`
+COMMANDS = ("demo", "learn", "produce", "record", "model", "config", "ledger", "weights", "report", "bench")
+
+EPILOG = """\
+examples:
+  anabranch demo                              the whole loop on this machine
+  anabranch demo --preset smollm2 --steps 50  the same with a 135M-parameter model
+  anabranch config --config run.toml          show the resolved configuration
+  anabranch learn --config run.toml           on the learner's node
+  anabranch produce --config run.toml --region east
+  anabranch record --config run.toml
+
+shell completion:
+  anabranch --print-completion bash > ~/.local/share/bash-completion/completions/anabranch
+
+exit codes: 0 done, 2 usage, 70 bug, 75 temporary (restart later), 76 bad data from the wire, 78 bad configuration
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    import shtab
+
+    parser = argparse.ArgumentParser(
+        prog="anabranch", description=anabranch.__doc__, epilog=EPILOG, formatter_class=HelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"anabranch {anabranch.__version__}")
+    shtab.add_argument_to(parser, ["--print-completion"], help="print a completion script")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"anabranch.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    from anabranch.schemas.errors import AnabranchError
+
+    try:
+        return int(args.run(args))
+    except AnabranchError as error:
+        print(f"anabranch {args.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, e.g. `anabranch ... | head`
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
