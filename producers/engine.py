@@ -1,0 +1,378 @@
+"""The rollout engine: vLLM in this process, stepped by this thread, with weights that change between two steps.
+
+Invariant: the tag is true. A token's `VersionSpan` names the policy whose weights sampled it, and its log-prob is that
+of the distribution it was drawn from: the weights change only inside `swap`, between two steps, and the version moves
+only after the last element is written. Held by tests/e2e/test_engine_tags.py; that the weights are the published ones
+by tests/e2e/test_engine_digest.py.
+
+KV at a swap (`producer.kv_policy`):
+    keep        running requests go on with the KV of older weights (PipelineRL style). Tokens after the swap are sampled
+                from what the engine computes on that mixed cache: a fresh forward pass gives slightly other log-probs.
+    recompute   running requests are preempted and their KV is computed anew from prompt and tokens so far. Tokens
+                already sampled keep their tag and log-prob, they are not sampled again.
+Either way the prefix cache never crosses a swap: it is salted with the policy, and requests that have no token yet are
+started afresh under the new one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.producers.checkpoint import read_json
+from anabranch.producers.engine_environment import configure_environment
+from anabranch.producers.mirror import Mirror, SharedMemory, layout_of_checkpoint
+from anabranch.schemas.config import ProducerSection, SamplingSection
+from anabranch.schemas.errors import AnabranchError, ConfigError, ModelMismatchError, UnsafeSamplingError
+from anabranch.schemas.layout import Layout
+from anabranch.schemas.versions import PolicyVersion, VersionSpan
+
+_UNSET = "default"  # vLLM's version tag before the first one is set
+_EXTENSION = "anabranch.producers.worker_extension.AnabranchWorkerExtension"
+
+
+class EngineState(Enum):
+    LOADED = "loaded"  # serves nothing: no policy confirmed yet
+    SERVING = "serving"
+    BROKEN = "broken"  # a swap failed while writing: the weights are of no version
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A completed request. `token_ids` int32 [T] (end-of-sequence included), `logprobs` float32 [T] (processed, at the
+    sampling temperature), `finish_reason` "stop" or "length"."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """`pause_s`: how long no step could run. `elements`: checkpoint elements written, `tensors`: in how many tensors."""
+
+    policy: PolicyVersion
+    pause_s: float
+    elements: int
+    tensors: int
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: list[int]
+    params: Any
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+
+
+class RolloutEngine:
+    """Owns one vLLM engine. Not thread-safe: one thread submits, steps and swaps."""
+
+    def __init__(self, model_dir: Path, config: ProducerSection, sampling: SamplingSection, *, seed: int) -> None:
+        """Load the checkpoint in `model_dir` and resolve its index map.
+
+        Raises:
+            ConfigError: no vLLM, another device than configured, or a vLLM this shim does not know.
+            ModelMismatchError: the checkpoint does not fit the model, or live weights differ from it after loading.
+            UnsafeSamplingError: the model's own defaults would still change sampling.
+        """
+        configure_environment(config)
+        self._config, self._sampling = config, sampling
+        self._layout = layout_of_checkpoint(model_dir)
+        self._stop_token_ids = _stop_token_ids(model_dir)
+        self._requests: dict[str, _Request] = {}
+        self._engine = _build_engine(model_dir, config, seed)
+        self._state = EngineState.LOADED
+        try:
+            defaults = self._engine.model_config.get_diff_sampling_param()
+            if defaults:
+                raise UnsafeSamplingError(f"the model's generation config changes sampling: {defaults}")
+            self._rpc("init_weight_transfer_engine", init_info={"model_dir": str(model_dir)})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the checkpoint it was built from: the only one `swap` accepts."""
+        return self._layout
+
+    @property
+    def policy(self) -> PolicyVersion | None:
+        """The policy that the engine confirms to serve; None before the first swap."""
+        if self._state is not EngineState.SERVING:
+            return None
+        return PolicyVersion.parse(self._engine.get_weight_version())
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        """Queue one rollout. Same prompt, seed and weights in the same schedule give the same tokens.
+
+        Args:
+            prompt_token_ids: int [P], P ≥ 1.
+            seed: of this request's sampling.
+            max_tokens, temperature: default to the sampling configuration; temperature 0 is greedy (for evaluation).
+
+        Raises:
+            AnabranchError: no policy is served yet, or the id is in use.
+            ConfigError: prompt and completion do not fit `producer.max_model_len`.
+        """
+        self._require_serving()
+        if request_id in self._requests:
+            raise AnabranchError(f"request {request_id!r} is already running")
+        prompt = [int(t) for t in prompt_token_ids]
+        limit = self._sampling.max_tokens if max_tokens is None else max_tokens
+        if not prompt or limit < 1 or len(prompt) + limit > self._config.max_model_len:
+            raise ConfigError(
+                f"request {request_id!r}: a prompt of {len(prompt)} and up to {limit} new tokens do not fit "
+                f"producer.max_model_len = {self._config.max_model_len}"
+            )
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=self._sampling.temperature if temperature is None else temperature,
+            max_tokens=limit,
+            seed=seed,
+            logprobs=0,  # that of the sampled token alone
+            flat_logprobs=True,
+            stop_token_ids=self._stop_token_ids,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        request = self._requests[request_id] = _Request(prompt, params)
+        try:
+            self._start(request_id, request)
+        except BaseException:
+            del self._requests[request_id]
+            raise
+
+    def step(self) -> list[Finished]:
+        """One engine step: at most one token for each running request. Returns the requests that it finished."""
+        self._require_serving()
+        finished = []
+        for output in self._engine.step():
+            request = self._requests[output.request_id]
+            completion = output.outputs[0]
+            request.token_ids += completion.token_ids
+            request.logprobs += completion.logprobs.logprobs
+            request.text.append(completion.text)
+            if output.finished:
+                del self._requests[output.request_id]
+                finished.append(_finish(output.request_id, request, completion))
+        return finished
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests; unknown ids are ignored."""
+        known = [r for r in request_ids if self._requests.pop(r, None) is not None]
+        if known:
+            self._engine.abort_request(known)
+
+    def swap(
+        self, mirror: Mirror, policy: PolicyVersion, changed: Mapping[str, NDArray[np.int64] | None]
+    ) -> SwapReport:
+        """Serve the state in `mirror` as `policy` from the next step on.
+
+        Args:
+            changed: what differs from the state of the previous swap: tensor name -> flat indices int64 [K], or None
+                for the whole tensor. The first swap writes every tensor, whatever it says.
+
+        Raises:
+            ModelMismatchError: the mirror has another layout, or a name is unknown; the old weights go on serving.
+            DeltaError: an index is out of range; the old weights go on serving.
+            AnabranchError: writing failed; the engine is broken and must be closed.
+        """
+        self._require(EngineState.LOADED, EngineState.SERVING)
+        if mirror.layout.hash != self._layout.hash:
+            raise ModelMismatchError(_first_difference(self._layout, mirror.layout))
+        if self._state is EngineState.LOADED:
+            changed = dict.fromkeys(self._layout.by_name)
+        started = time.perf_counter()
+        rows, indices = _index_rows(changed)
+        self._rpc("start_weight_update")
+        try:
+            self._rpc(
+                "update_weights",
+                update_info={
+                    "mirror_path": mirror.path,
+                    "layout_hash": mirror.layout.hash,
+                    "changed": rows,
+                    "index_path": indices.path,
+                    "index_count": indices.data.nbytes // 8,
+                },
+            )
+        except Exception:
+            self._rpc("anabranch_cancel_update")
+            raise
+        finally:
+            indices.close()
+        try:
+            self._rpc("finish_weight_update")
+            self._forget_kv()
+            self._engine.set_weight_version(str(policy))
+        except Exception as error:
+            self._state = EngineState.BROKEN
+            raise AnabranchError(f"the swap to {policy} failed while writing; the engine is broken: {error}") from error
+        self._state = EngineState.SERVING
+        self._restart_waiting()
+        pause_s = time.perf_counter() - started
+        elements = sum(self._layout.by_name[n].numel if i is None else len(i) for n, i in changed.items())
+        return SwapReport(policy, pause_s, elements, len(changed))
+
+    def live_digest(self) -> str:
+        """Root digest of the weights the engine computes with, mapped back to checkpoint names, order and dtype.
+
+        Raises:
+            ModelMismatchError: the live values are not exact in the checkpoint's dtype, or there is no way back.
+        """
+        self._require(EngineState.LOADED, EngineState.SERVING)
+        live = Mirror(self._layout)
+        try:
+            self._rpc("anabranch_export_live", path=live.path, layout_hash=self._layout.hash)
+            return live.digest()
+        finally:
+            live.close()
+
+    def close(self) -> None:
+        """Stop the engine and its workers. Idempotent."""
+        if self._state is EngineState.CLOSED:
+            return
+        self._state = EngineState.CLOSED
+        self._requests.clear()
+        self._engine.engine_core.shutdown()
+        del self._engine
+
+    def _rpc(self, method: str, **kwargs: object) -> None:
+        self._engine.collective_rpc(method, kwargs=kwargs)
+
+    def _require(self, *states: EngineState) -> None:
+        if self._state not in states:
+            raise AnabranchError(f"the engine is {self._state.value}")
+
+    def _require_serving(self) -> None:
+        if self._state is EngineState.LOADED:
+            raise AnabranchError("no policy is served yet: swap first")
+        self._require(EngineState.SERVING)
+
+    def _start(self, request_id: str, request: _Request) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        prompt = tokens_input(request.prompt, cache_salt=self._engine.get_weight_version())
+        self._engine.add_request(request_id, prompt, request.params.clone())
+
+    def _forget_kv(self) -> None:
+        """No KV of older weights for new requests; for running ones by policy."""
+        if self._config.kv_policy == "recompute" or not self._requests:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def _restart_waiting(self) -> None:
+        """Requests without a token yet would find prompt KV under the old salt: start them under the new one."""
+        waiting = {i: r for i, r in self._requests.items() if not r.token_ids}
+        if waiting and self._config.kv_policy == "keep":
+            self._engine.abort_request(list(waiting))
+            for request_id, request in waiting.items():
+                self._start(request_id, request)
+
+
+def _build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if current_platform.device_type != config.device:
+        raise ConfigError(f"producer.device = {config.device}, but this vLLM runs on {current_platform.device_type!r}")
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(model_dir),
+            dtype=config.dtype,
+            tensor_parallel_size=config.tensor_parallel_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            kv_cache_memory_bytes=config.kv_cache_bytes,
+            enforce_eager=config.device == "cpu",
+            async_scheduling=False,  # a step in flight would make a tag one step off
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # the model's own sampling defaults are not used
+            seed=seed,
+            load_format="safetensors",
+            weight_transfer_config=WeightTransferConfig(backend="anabranch"),
+            worker_extension_cls=_EXTENSION,
+            disable_log_stats=True,
+        )
+    )
+
+
+def _stop_token_ids(model_dir: Path) -> list[int]:
+    """End-of-sequence ids of generation_config.json: the tokenizer knows only one of them."""
+    ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
+    return [] if ids is None else sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])})
+
+
+def _finish(request_id: str, request: _Request, completion: Any) -> Finished:
+    spans = completion.weight_versions or []
+    tokens = len(request.token_ids)
+    ends = [s.start for s in spans[1:]] + [tokens]
+    if not spans or spans[0].start != 0 or [s.end for s in spans] != ends or len(request.logprobs) != tokens:
+        raise AnabranchError(
+            f"request {request_id!r}: {tokens} tokens, {len(request.logprobs)} log-probs, spans {spans}"
+        )
+    return Finished(
+        request_id=request_id,
+        token_ids=np.array(request.token_ids, dtype=np.int32),
+        logprobs=np.array(request.logprobs, dtype=np.float32),
+        spans=tuple(VersionSpan(PolicyVersion.parse(s.version), s.start) for s in spans),
+        finish_reason=str(completion.finish_reason),
+        text="".join(request.text),
+    )
+
+
+def _index_rows(changed: Mapping[str, NDArray[np.int64] | None]) -> tuple[list[tuple[str, int, int]], SharedMemory]:
+    """Rows [name, first, count] for `UpdateInfo.changed`, and all index arrays one after another in shared memory."""
+    memory = SharedMemory("anabranch-indices", 8 * sum(len(i) for i in changed.values() if i is not None))
+    flat, first, rows = memory.data.view(np.int64), 0, []
+    for name, indices in changed.items():
+        if indices is None:
+            rows.append((name, 0, -1))
+            continue
+        flat[first : first + len(indices)] = indices
+        rows.append((name, first, len(indices)))
+        first += len(indices)
+    return rows, memory
+
+
+def _first_difference(ours: Layout, theirs: Layout) -> str:
+    for name in sorted(ours.by_name.keys() | theirs.by_name.keys()):
+        a, b = ours.by_name.get(name), theirs.by_name.get(name)
+        if a is None or b is None:
+            return f"tensor {name!r} is {'not in the model' if a is None else 'missing from the weights'}"
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return f"tensor {name!r} is {a.dtype}{list(a.shape)} in the model, {b.dtype}{list(b.shape)} in the weights"
+    return "the layouts differ"

@@ -1,0 +1,62 @@
+"""The environment that vLLM reads when it is imported, set in one place, before that import.
+
+Invariant: after `configure_environment`, vLLM runs in this process (or in workers it starts itself), reports to nobody,
+loads no foreign plugin, fetches nothing and listens on loopback at most. Held by tests/e2e/test_engine_tags.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+from anabranch.schemas.config import ProducerSection
+from anabranch.schemas.errors import ConfigError
+
+CACHE_VARIABLE = "ANABRANCH_CACHE_DIR"
+
+_ALWAYS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the producer itself calls step()
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "",  # an allow list that names none
+    "HF_HUB_OFFLINE": "1",  # models are folders here
+    "TRANSFORMERS_OFFLINE": "1",
+}
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A tensor-parallel group lives on one node: its rendezvous stays there. An operator may say otherwise.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # else the sampler compiles anew at every batch shape (seconds each)
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a producer shares its cores
+}
+
+
+def configure_environment(config: ProducerSection) -> None:
+    """Set what vLLM needs; call it before anything imports vllm. Idempotent.
+
+    Raises:
+        ConfigError: vLLM is not installed, or was imported before with another setting.
+    """
+    if find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed: install the extra 'cpu' or 'gpu'")
+    wanted = _ALWAYS | (_CPU if config.device == "cpu" else {})
+    if "vllm" in sys.modules:
+        for name, value in wanted.items():
+            if os.environ.get(name) != value:
+                raise ConfigError(f"vLLM was imported before its environment was set ({name} must be {value!r})")
+    os.environ.update(wanted)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if cache_dir := os.environ.get(CACHE_VARIABLE):
+        os.environ.setdefault("VLLM_CACHE_ROOT", os.path.join(cache_dir, "vllm"))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache_dir, "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(cache_dir, "triton"))
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None and config.device == "cpu":
+        dynamo.disable = True  # type: ignore[attr-defined]  # it read the variable when it was imported

@@ -1,0 +1,171 @@
+"""The host mirror: a node's copy of the checkpoint as one flat image in shared memory.
+
+Invariant: the image holds the exact bits of every tensor of its layout at `offset_bytes`, and `digest()` is the root
+digest of those bits, since every write goes through `write` (or is announced by `touch`). The memory has no name: it
+goes when the last process that maps it ends, however that ends. Held by tests/unit/producers/test_mirror.py.
+
+bf16 is stored as its 16 bits (`uint16`), f32 as `uint32` and so on: nothing here is a float.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.kernels.digest import tensor_digest
+from anabranch.producers.checkpoint import checkpoint_tensors
+from anabranch.schemas.errors import DeltaError, ModelMismatchError
+from anabranch.schemas.layout import DTYPE_BYTES, Layout, TensorSpec, root_digest
+
+_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class SharedMemory:
+    """`size_bytes` of anonymous shared memory, readable by other processes of the same user through `path`."""
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, max(size_bytes, 1))
+        self.data: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self._fd, max(size_bytes, 1)), np.uint8)[:size_bytes]
+
+    @property
+    def path(self) -> str:
+        """Valid while this object is open; opening it needs the same user (or ptrace rights)."""
+        if self._fd < 0:
+            raise ValueError("the shared memory is closed")
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        """Give up the descriptor. Views of `data` stay valid; the memory goes with the last of them."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def map_shared(path: str, size_bytes: int, *, writable: bool = False) -> NDArray[np.uint8]:
+    """Map `size_bytes` of the shared memory at `path` (uint8 [size_bytes]); writes reach it only if `writable`.
+
+    Raises:
+        DeltaError: it cannot be opened (its process ended) or is smaller than `size_bytes`.
+    """
+    try:
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    except OSError as error:
+        raise DeltaError(f"shared memory {path} cannot be opened: {error.strerror}") from error
+    try:
+        if os.fstat(fd).st_size < size_bytes:
+            raise DeltaError(f"shared memory {path} is smaller than the {size_bytes} bytes of its layout")
+        # A private mapping for readers: torch takes only writable arrays, and a stray write stays in this process.
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+        return np.frombuffer(mmap.mmap(fd, max(size_bytes, 1), access=access), np.uint8)[:size_bytes]
+    finally:
+        os.close(fd)
+
+
+def tensor_bits(image: NDArray[np.uint8], spec: TensorSpec) -> NDArray[Any]:
+    """The elements of tensor `spec` inside a flat image, as unsigned integers of the dtype's width [numel]."""
+    raw = image[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
+    return raw.view(_UINT[DTYPE_BYTES[spec.dtype]])
+
+
+class Mirror:
+    """A writable flat image of a checkpoint with incremental digests. Zero-filled until written."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._memory = SharedMemory("anabranch-mirror", layout.mirror_bytes)
+        self._digests: dict[str, str] = {}  # of tensors that have not changed since
+
+    @classmethod
+    def from_checkpoint(cls, model_dir: Path) -> Mirror:
+        """The mirror of a safetensors checkpoint (sharded or not); tied tensors once. Errors as `checkpoint_tensors`."""
+        stored = checkpoint_tensors(model_dir)
+        mirror = cls(Layout.build((t.name, t.dtype, t.shape) for t in stored))
+        for tensor in stored:
+            mirror.tensor_bytes(tensor.name)[:] = tensor.read()
+        return mirror
+
+    @property
+    def image(self) -> NDArray[np.uint8]:
+        """The whole image, uint8 [layout.mirror_bytes]. After writing through it, call `touch`."""
+        return self._memory.data
+
+    @property
+    def path(self) -> str:
+        """Where another process of the same user can map the image (see `map_shared`)."""
+        return self._memory.path
+
+    def spec(self, name: str) -> TensorSpec:
+        try:
+            return self.layout.by_name[name]
+        except KeyError:
+            raise ModelMismatchError(f"the layout has no tensor {name!r}") from None
+
+    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
+        """View of the tensor's bytes, uint8 [size_bytes]. After writing through it, call `touch`."""
+        spec = self.spec(name)
+        return self.image[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
+
+    def tensor_bits(self, name: str) -> NDArray[Any]:
+        """View of the tensor's elements as unsigned integers [numel]. After writing through it, call `touch`."""
+        return tensor_bits(self.image, self.spec(name))
+
+    def write(self, name: str, indices: NDArray[np.int64] | None, bits: NDArray[Any]) -> None:
+        """Set elements of tensor `name` to new bit patterns.
+
+        Args:
+            indices: flat positions, int64 [K], or None for all of them.
+            bits: unsigned integers of the dtype's width, [K] or [numel].
+
+        Raises:
+            ModelMismatchError: no such tensor.
+            DeltaError: wrong width, length, or an index outside the tensor; nothing is written then.
+        """
+        target = self.tensor_bits(name)
+        expected = len(target) if indices is None else len(indices)
+        if bits.dtype != target.dtype or bits.shape != (expected,):
+            raise DeltaError(f"{name}: {bits.dtype}{list(bits.shape)} does not fit {target.dtype}[{expected}]")
+        if indices is None:
+            target[:] = bits
+        elif expected:
+            if int(indices.min()) < 0 or int(indices.max()) >= len(target):
+                raise DeltaError(f"{name}: an index is outside its {len(target)} elements")
+            target[indices] = bits
+        self.touch(name)
+
+    def touch(self, *names: str) -> None:
+        """Announce that these tensors were written through a view, so that their digests are taken anew."""
+        for name in names:
+            self._digests.pop(name, None)
+
+    def tensor_digest(self, name: str) -> str:
+        """xxh3-128 of the tensor's bytes, hex; computed once per change."""
+        known = self._digests.get(name)
+        if known is None:
+            known = self._digests[name] = tensor_digest(self.tensor_bytes(name))
+        return known
+
+    def digest(self) -> str:
+        """Root digest of the state; only tensors changed since the last call are hashed."""
+        return root_digest(self.layout, {t.name: self.tensor_digest(t.name) for t in self.layout.tensors})
+
+    def changed_since(self, digests: dict[str, str]) -> Iterable[str]:
+        """Names whose digest differs from that in `digests` (name -> hex)."""
+        return [t.name for t in self.layout.tensors if digests.get(t.name) != self.tensor_digest(t.name)]
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def layout_of_checkpoint(model_dir: Path) -> Layout:
+    """The layout of a safetensors checkpoint, read from the headers alone; tied tensors once."""
+    return Layout.build((t.name, t.dtype, t.shape) for t in checkpoint_tensors(model_dir))

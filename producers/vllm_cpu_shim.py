@@ -1,0 +1,61 @@
+"""What exists only because the rollout engine may run on vLLM's CPU backend.
+
+Invariant: after `install()`, linear and embedding weights stay where the loader put them, in their checkpoint shape,
+so that an in-place update is what the next forward pass uses. Held by tests/e2e/test_engine_digest.py.
+
+Shim 1, unpacked weights. Written for vLLM 0.32.0. On the CPU, `dispatch_cpu_unquantized_gemm` packs each weight
+after loading and leaves an empty parameter (or, for tied embeddings, a packed copy that goes stale). It is replaced by
+one that keeps `torch.nn.functional.linear` on the live parameter. Remove it when vLLM offers a switch for packing, or
+when its packed weights take in-place updates.
+
+Mixture-of-experts weights are packed elsewhere, at the same shape; the engine's self-check refuses such a model here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from anabranch.schemas.errors import ConfigError, ModelMismatchError
+
+WRITTEN_FOR = "0.32"
+_ADVICE = "the CPU shim of producers/vllm_cpu_shim.py must be revised for it"
+
+
+def install() -> None:
+    """Replace the packing dispatch. Idempotent.
+
+    Raises:
+        ConfigError: this vLLM is not the one the shim was written for, or its internals moved.
+    """
+    import vllm
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    if not vllm.__version__.startswith(WRITTEN_FOR + "."):
+        raise ConfigError(f"vLLM {vllm.__version__} is installed, not {WRITTEN_FOR}.x: {_ADVICE}")
+    dispatch: Any = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
+    if dispatch is _keep_weights:
+        return
+    if dispatch is None or list(inspect.signature(dispatch).parameters) != ["layer", "remove_weight"]:
+        raise ConfigError(f"vLLM {vllm.__version__} packs CPU weights in another way: {_ADVICE}")
+    for method in (
+        linear.UnquantizedLinearMethod.process_weights_after_loading,
+        vocab_parallel_embedding.UnquantizedEmbeddingMethod.process_weights_after_loading,
+    ):
+        # Both import the function by name when called, so replacing the module's attribute is enough.
+        if dispatch.__name__ not in method.__code__.co_names:
+            raise ConfigError(f"{method.__qualname__} of vLLM {vllm.__version__} packs in another way: {_ADVICE}")
+    utils.dispatch_cpu_unquantized_gemm = _keep_weights
+
+
+def check_unpacked(model: torch.nn.Module) -> None:
+    """Raises ModelMismatchError if a layer of the loaded `model` computes with anything but its live weight."""
+    for name, module in model.named_modules():
+        if getattr(module, "cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear:
+            raise ModelMismatchError(f"layer {name!r} computes with a packed copy of its weight; {_ADVICE}")
+
+
+def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear  # called as cpu_linear(x, layer.weight, bias)
