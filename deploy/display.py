@@ -1,0 +1,292 @@
+"""The screen of a running demo as a pure function of what is known: `render(view)`.
+
+Invariant: `render` reads nothing but its argument and always gives the same number of lines for the same number of
+producers, at most 30 at 100 columns, so that a live display neither jumps nor scrolls. Meaning is never in the colour
+alone: every alarm has a sign and a word, and blue and orange stay apart for colour-blind readers.
+Held by tests/unit/deploy/test_display.py.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from anabranch.deploy.history import History
+from anabranch.schemas.metrics import LearnerStatus, ProducerStatus, StepRecord
+
+SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+STALE_S = 20.0  # a status older than this is an alarm: processes refresh theirs every few seconds
+_AGE_ROWS = 4
+_GOOD, _WARN, _DIM, _HEAD = "bright_blue", "bold orange1", "dim", "bold"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLine:
+    """A supervised process, as the supervisor sees it."""
+
+    name: str
+    state: str
+    restarts: int = 0
+    last_exit: str = ""
+
+
+@dataclass
+class RunView:
+    """Everything the screen shows. `phase` says what is going on outside of training (making the model, stopping)."""
+
+    title: str
+    history: History = field(default_factory=History)
+    learner: LearnerStatus | None = None
+    producers: dict[str, ProducerStatus] = field(default_factory=dict)
+    children: list[ChildLine] = field(default_factory=list)
+    phase: str = ""
+    elapsed_s: float = 0.0
+    now_ms: int = 0
+    ascii_only: bool = False
+
+
+def render(view: RunView, *, width: int = 100) -> RenderableType:
+    """The screen, at most `width` columns."""
+    width = max(40, min(width, 140))
+    step = view.history.last
+    return Group(
+        _title(view, width),
+        _progress(view, step, width),
+        _learner(view, step),
+        _rewards(view, width),
+        Text(""),
+        _regions(view, step, width),
+        Text(""),
+        _ages(view, step, width),
+        _weights(step),
+        _health(step),
+        _processes(view, width),
+        *_alarm_lines(view, step),
+    )
+
+
+def alarms(view: RunView) -> list[str]:
+    """What a person should look at, most urgent first; pure, used by the JSON mode too."""
+    found = [f"{c.name} is {c.state}: {c.last_exit}" for c in view.children if c.state in ("backoff", "failed")]
+    if view.learner and view.now_ms - view.learner.updated_ms > STALE_S * 1000:
+        found.append(f"learner silent for {(view.now_ms - view.learner.updated_ms) / 1000:.0f} s")
+    for name, status in view.producers.items():
+        if view.now_ms - status.updated_ms > STALE_S * 1000:
+            found.append(f"{name} silent for {(view.now_ms - status.updated_ms) / 1000:.0f} s")
+        elif status.last_error:
+            found.append(f"{name}: {status.last_error}")
+    if (step := view.history.last) is not None:
+        if step.ess_token < 0.3:
+            found.append(f"ESS {step.ess_token:.2f} is below 0.3: the batch is far off-policy")
+        if not 0.5 <= step.ratio_mean <= 2:
+            found.append(f"mean ratio {step.ratio_mean:.2f} is outside 0.5–2")
+        if (step.kl_k3_same_version or 0.0) > 1e-3:
+            found.append(f"KL at age 0 is {step.kl_k3_same_version:.1e}, over 1e-3: engine and learner disagree")
+        found += [f"dropped {count} group(s): {cause}" for cause, count in step.dropped.items() if count]
+    return found
+
+
+def sparkline(
+    values: Sequence[float], width: int, *, low: float = 0.0, high: float = 1.0, ascii_only: bool = False
+) -> str:
+    """`values` as a line of at most `width` characters, means over equal stretches, clamped to [low, high]."""
+    if not values or width < 1:
+        return ""
+    marks = ASCII_SPARKS if ascii_only else SPARKS
+    columns = min(width, len(values))
+    means = [
+        statistics.fmean(values[i * len(values) // columns : (i + 1) * len(values) // columns]) for i in range(columns)
+    ]
+    scale = (len(marks) - 1) / ((high - low) or 1.0)
+    return "".join(marks[round(min(max(m - low, 0.0), high - low) * scale)] if math.isfinite(m) else "?" for m in means)
+
+
+def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
+    """`share` of `width` filled, the rest shown too, so that the sum is visible without colour."""
+    full = round(min(max(share, 0.0), 1.0) * width)
+    solid, empty = ("#", ".") if ascii_only else ("█", "░")
+    return solid * full + empty * (width - full)
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: `61.2 kB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def _title(view: RunView, width: int) -> Text:
+    left = Text.assemble(("anabranch ", _HEAD), (view.title, _HEAD))
+    right = Text.assemble((f"{view.phase}  " if view.phase else "", _GOOD), (duration(view.elapsed_s), _DIM))
+    return _spread(left, right, width)
+
+
+def _progress(view: RunView, step: StepRecord | None, width: int) -> Text:
+    done = step.step if step else view.learner.step if view.learner else 0
+    total = step.steps_total if step else view.learner.steps_total if view.learner else 0
+    share = done / total if total else 0.0
+    left = f"step {done:>{len(str(total))}}/{total or '?'} "
+    right = f" {share:4.0%}  ETA {duration(step.eta_s if step else None)}"
+    return Text.assemble(
+        (left, _HEAD), (bar(share, max(8, width - len(left) - len(right)), ascii_only=view.ascii_only), _GOOD), right
+    )
+
+
+def _learner(view: RunView, step: StepRecord | None) -> Text:
+    status = view.learner
+    waiting = (
+        (f"waiting for {status.waiting_for}" if status.waiting_for else status.state) if status else "not seen yet"
+    )
+    line = Text.assemble(("learner ", _DIM), (waiting, _GOOD), no_wrap=True, overflow="ellipsis")
+    if step:
+        share = step.wait_s / max(step.wait_s + step.step_s + step.publish_s + step.checkpoint_s, 1e-9)
+        line.append(
+            f"   last step: wait {step.wait_s:.2f} s ({share:.0%}), train {step.step_s:.2f} s, publish {step.publish_s:.2f} s",
+            _DIM,
+        )
+    return line
+
+
+def _rewards(view: RunView, width: int) -> Text:
+    rewards = [record.reward_mean for record in view.history.steps.values()]
+    mean = statistics.fmean(rewards[-10:]) if rewards else None
+    left = Text.assemble(("reward ", _DIM), (f"{mean:.3f} " if mean is not None else "–     ", _HEAD))
+    evaluation = view.history.evaluations
+    right = "held-out " + (
+        " -> ".join(f"{e.mean_reward:.3f} (v{e.version})" for e in [evaluation[0], *evaluation[1:][-1:]])
+        if evaluation
+        else "–"
+    )
+    room = width - left.cell_len - len(right) - 3
+    left.append(f"{sparkline(rewards, room, ascii_only=view.ascii_only):<{max(room, 0)}} ", _GOOD)
+    return left.append(f"  {right}")
+
+
+def _regions(view: RunView, step: StepRecord | None, width: int) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, width=width, header_style=_DIM)
+    table.add_column("region", no_wrap=True)
+    table.add_column("tok/s", justify="right", no_wrap=True)
+    table.add_column("queue", justify="right", no_wrap=True)
+    table.add_column("producer", no_wrap=True)
+    table.add_column("serves", no_wrap=True)
+    table.add_column("behind", justify="right", no_wrap=True)
+    table.add_column("pause", justify="right", no_wrap=True)
+    table.add_column("to serve", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True, overflow="ellipsis", ratio=1)
+    head = step.version if step else view.learner.version if view.learner else None
+    by_region: dict[str, list[tuple[str, ProducerStatus]]] = {}
+    for name, status in sorted(view.producers.items()):
+        by_region.setdefault(status.region, []).append((name, status))
+    for region in sorted({*by_region, *(step.queue_depth if step else {})}) or ["–"]:
+        members = by_region.get(region, [])
+        speed = (
+            sum(s.tokens_per_s for _, s in members)
+            if members
+            else (step.tokens_per_s.get(region, 0.0) if step else 0.0)
+        )
+        queue = str(step.queue_depth.get(region, "–")) if step else "–"
+        first = (region, f"{speed:,.0f}", queue)
+        for name, status in members or [("–", None)]:
+            table.add_row(*first, *_producer_cells(name, status, head))
+            first = ("", "", "")
+    return table
+
+
+def _producer_cells(name: str, status: ProducerStatus | None, head: int | None) -> tuple[str, ...]:
+    if status is None:
+        return (name, "–", "–", "–", "–", "not seen yet")
+    version = status.policy.rpartition(".v")[2]
+    behind = str(max(0, head - int(version))) if version.isdigit() and head is not None else "–"
+    pause = f"{status.last_swap_pause_ms:.0f} ms" if status.swaps else "–"
+    serve = f"{status.publish_to_serve_ms / 1000:.2f} s" if status.swaps else "–"
+    state = (
+        f"waiting for {status.waiting_for}" if status.waiting_for else f"{status.state}, {status.groups_running} groups"
+    )
+    return (name, status.policy or "–", behind, pause, serve, state)
+
+
+def _ages(view: RunView, step: StepRecord | None, width: int) -> Text:
+    counts = step.age_tokens if step else {}
+    total = sum(counts.values())
+    rows = [(str(age), counts.get(age, 0)) for age in range(_AGE_ROWS)]
+    rows.append((f"{_AGE_ROWS}+", sum(n for age, n in counts.items() if age >= _AGE_ROWS)))
+    text = Text("age of tokens trained on (versions)", style=_DIM)
+    for label, count in rows:
+        share = count / total if total else 0.0
+        text.append(f"\n  {label:>2} ", "none")
+        text.append(bar(share, min(50, width - 24), ascii_only=view.ascii_only), _GOOD)
+        text.append(f" {share:4.0%} {count:>9,}", "none")
+    return text
+
+
+def _weights(step: StepRecord | None) -> Text:
+    if step is None:
+        return Text.assemble(("weights ", _DIM), "no update yet")
+    share = step.delta_bytes / max(step.full_bytes, 1)
+    return Text.assemble(
+        ("weights ", _DIM),
+        f"delta {size(step.delta_bytes)} of {size(step.full_bytes)} full ({share:.1%}), {step.changed_fraction:.2%} of elements changed",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+
+
+def _health(step: StepRecord | None) -> Text:
+    if step is None:
+        return Text.assemble(("health  ", _DIM), "–")
+    same = f"{step.kl_k3_same_version:.1e}" if step.kl_k3_same_version is not None else "–"
+    return Text.assemble(
+        ("health  ", _DIM),
+        f"ESS {step.ess_token:.2f}  ratio {step.ratio_mean:.3f} (max {step.ratio_max:.2f})  masked {step.masked_fraction:.1%}"
+        f"  KL {step.kl_k3:.1e} (age 0: {same})  grad {step.grad_norm:.2f}",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+
+
+def _processes(view: RunView, width: int) -> Text:
+    text = Text.assemble(("process ", _DIM), no_wrap=True, overflow="ellipsis")
+    for child in view.children:
+        restarts = f" ({child.restarts} restarts)" if child.restarts else ""
+        text.append(
+            f"{child.name} {child.state}{restarts}  ", _WARN if child.state in ("backoff", "failed") else "none"
+        )
+    if not view.children:
+        text.append("–")
+    return text
+
+
+def _alarm_lines(view: RunView, step: StepRecord | None) -> list[Text]:
+    """Always two lines."""
+    found = alarms(view)
+    if not found:
+        return [Text.assemble(("alarms  ", _DIM), "none"), Text("")]
+    more = f"  (+{len(found) - 2} more)" if len(found) > 2 else ""
+    lines = [Text(f"! alarm {found[0]}", style=_WARN, no_wrap=True, overflow="ellipsis")]
+    lines.append(
+        Text(f"! alarm {found[1]}{more}", style=_WARN, no_wrap=True, overflow="ellipsis")
+        if len(found) > 1
+        else Text("")
+    )
+    return lines
+
+
+def _spread(left: Text, right: Text, width: int) -> Text:
+    gap = max(1, width - left.cell_len - right.cell_len)
+    return Text.assemble(left, " " * gap, right, no_wrap=True, overflow="ellipsis")
