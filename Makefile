@@ -1,0 +1,39 @@
+# Everything here works in any order, twice in a row, and from a path with a space in it.
+PYTHON ?= python3.11
+TORCH_INDEX ?=
+VENV := .venv/bin
+# -I: neither the working directory nor user site-packages can shadow an import
+PY := $(VENV)/python -I
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench docs clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: ## build .venv (TORCH_INDEX=URL: an index with CPU builds of torch; PYTHON=python3.11)
+	@command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) not found; install Python 3.11 or run make with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" scripts/setup.py --torch-index "$(TORCH_INDEX)"
+
+demo: setup ## the whole loop on this machine (ARGS="--preset smollm2 --steps 50")
+	@$(PY) -m anabranch.cli.main demo $(ARGS)
+
+test: setup ## all tests (ARGS="-k name" for some)
+	@$(PY) -m pytest $(ARGS)
+
+check: setup ## ruff, mypy, import rules
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+	@$(PY) -m mypy
+	@$(VENV)/lint-imports
+
+bench: setup ## measure what the README claims (ARGS="--help")
+	@$(PY) -m anabranch.cli.main bench all $(ARGS)
+
+docs: setup ## regenerate the generated pages
+	@$(PY) scripts/generate_docs.py
+
+clean: ## remove caches and builds (not .venv, not runs/)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,155 @@
+"""`anabranch record`: streams to Parquet, through a consumer group of its own.
+
+Invariant: an entry is acknowledged to the recorder's group only after the file that holds it is durable; entries
+delivered again after a crash are recognised on disk. A region that is away, or a full disk, never stops the other
+regions, and never the learner (whose group is another). Held by tests/unit/consumers/test_recorder.py and
+tests/process/.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from anabranch.consumers.parquet_writer import Entry, id_key, recorded, remove_leftovers, write_entries
+from anabranch.schemas.config import RunConfig
+from anabranch.schemas.envelope import open_envelope
+from anabranch.schemas.errors import StreamUnavailableError, WireError
+from anabranch.schemas.keys import RECORDER_GROUP
+from anabranch.schemas.trajectory import read_batch
+from anabranch.transport.log import setup_logging
+from anabranch.transport.runtime import StopSignal, run_service, sd_notify
+from anabranch.transport.stream import Delivery, TrajectoryStream
+from anabranch.transport.wiring import connect_hub, connect_region
+
+CONSUMER = "recorder-0"
+QUIET_POLLS_TO_END = 3
+RETRY_S = 2.0
+
+
+@dataclass(slots=True)
+class _Region:
+    name: str
+    stream: TrajectoryStream
+    resume_after: str | None = "0-0"  # None once what was pending before a restart is read
+    buffer: list[Entry] = field(default_factory=list)
+    rows: int = 0
+    skipped: list[str] = field(default_factory=list)  # unreadable or already on disk: acknowledged with the next file
+    since_s: float = 0.0
+    retry_at_s: float = 0.0
+
+
+class Recorder:
+    def __init__(
+        self,
+        streams: Mapping[str, TrajectoryStream],
+        directory: Path,
+        config: RunConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._regions = [_Region(name, stream) for name, stream in sorted(streams.items())]
+        self._directory, self._config, self._clock = directory, config, clock
+        self.rows_written = self.files_written = 0
+        self._log = structlog.get_logger()
+        remove_leftovers(directory)
+
+    def poll(self) -> int:
+        """One round: read what is new, write the files that are due. Returns how many entries were read."""
+        entries = 0
+        for region in self._regions:
+            if self._clock() < region.retry_at_s:
+                continue
+            try:
+                entries += self._read(region)
+                due = self._clock() - region.since_s >= self._config.recorder.seconds_per_file
+                if region.rows >= self._config.recorder.rows_per_file or (region.buffer and due):
+                    self._write(region)
+            except (StreamUnavailableError, OSError) as error:
+                self._log.warning("recording paused", region=region.name, error=str(error), retry_s=RETRY_S)
+                region.retry_at_s = self._clock() + RETRY_S
+        return entries
+
+    def flush(self) -> None:
+        """Write what is buffered, whatever its age. Raises StreamUnavailableError or OSError."""
+        for region in self._regions:
+            self._write(region)
+
+    @property
+    def buffered(self) -> int:
+        return sum(len(r.buffer) + len(r.skipped) for r in self._regions)
+
+    def _read(self, region: _Region) -> int:
+        if region.rows >= self._config.recorder.rows_per_file:
+            return 0  # the last write failed: read no more until it succeeds
+        block_ms = max(1, self._config.stream.block_ms // len(self._regions))
+        if region.resume_after is not None:
+            found = region.stream.read_own_pending(
+                RECORDER_GROUP, CONSUMER, max_entries=64, after_id=region.resume_after
+            )
+            region.resume_after = found[-1].entry_id if found else None
+            on_disk = recorded(self._directory, region.name, [d.entry_id for d in found])
+            region.skipped += sorted(on_disk, key=id_key)
+            found = [d for d in found if d.entry_id not in on_disk]
+        else:
+            found = region.stream.read(RECORDER_GROUP, CONSUMER, max_entries=64, block_ms=block_ms)
+        for delivery in found:
+            self._take(region, delivery)
+        return len(found)
+
+    def _take(self, region: _Region, delivery: Delivery) -> None:
+        try:
+            envelope = open_envelope(delivery.fields, max_entry_bytes=self._config.stream.max_entry_bytes)
+            batch = read_batch(envelope.payload)
+        except WireError as error:  # the learner's reader puts it among the dead letters
+            self._log.warning("entry not recorded", region=region.name, entry=delivery.entry_id, error=str(error))
+            region.skipped.append(delivery.entry_id)
+            return
+        if not region.buffer:
+            region.since_s = self._clock()
+        region.buffer.append((delivery.entry_id, batch))
+        region.rows += batch.num_rows
+
+    def _write(self, region: _Region) -> None:
+        if region.buffer:
+            path = write_entries(self._directory, region.name, sorted(region.buffer, key=lambda e: id_key(e[0])))
+            self.rows_written += region.rows
+            self.files_written += 1
+            self._log.debug("recorded", file=path.name, rows=region.rows)
+            region.skipped += [entry_id for entry_id, _ in region.buffer]
+            region.buffer, region.rows = [], 0
+        if region.skipped:
+            region.stream.settle(RECORDER_GROUP, [(entry_id, "") for entry_id in region.skipped])
+            region.skipped = []
+
+
+def record(config: RunConfig) -> int:
+    """Run the recorder until the run is finished or a signal comes; returns the exit code."""
+    setup_logging("recorder")
+    stop = StopSignal().install()
+
+    def main() -> int:
+        streams = {name: connect_region(config, name) for name in config.regions}
+        recorder = Recorder(streams, config.run.directory / "trajectories", config)
+        hub = connect_hub(config)
+        sd_notify("READY=1")
+        quiet = 0
+        while not stop.is_set() and quiet < QUIET_POLLS_TO_END:
+            busy = recorder.poll()
+            sd_notify("WATCHDOG=1")
+            quiet = quiet + 1 if not busy and _finished(hub.runs.finished) else 0
+        recorder.flush()
+        return 0
+
+    return run_service(main)
+
+
+def _finished(finished: Callable[[], str | None]) -> bool:
+    try:
+        return finished() is not None
+    except StreamUnavailableError:
+        return False
