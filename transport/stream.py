@@ -15,6 +15,9 @@ from typing import Protocol
 
 from anabranch.schemas.envelope import Envelope
 
+DEAD_LETTER_FATE = "dropped:dead_letter"
+LOST_FATE = "dropped:lost"  # somebody outside the pipeline deleted a delivered entry's data
+
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
@@ -48,7 +51,8 @@ class TrajectoryStream(Protocol):
 
     def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
         """New entries for `consumer`, waiting up to `block_ms` for the first; the group is created if missing,
-        from the beginning of the stream."""
+        from the beginning of the stream. After a StreamUnavailableError the next `read` first hands out entries that
+        were delivered in the reply that was lost."""
         ...
 
     def read_own_pending(self, group: str, consumer: str, *, max_entries: int, after_id: str = "0-0") -> list[Delivery]:
@@ -66,11 +70,13 @@ class TrajectoryStream(Protocol):
         ...
 
     def dead_letter(self, group: str, delivery: Delivery, cause: str) -> None:
-        """Copy the entry to the dead-letter stream with its cause and settle it as "dropped:dead_letter", atomically."""
+        """Copy the entry to the dead-letter stream with its cause and settle it, atomically and once; for the learner's
+        group it counts as "dropped:dead_letter"."""
         ...
 
     def trim(self) -> int:
-        """Remove entries that every consumer group has acknowledged; returns how many."""
+        """Remove entries that every consumer group has acknowledged; returns how many. Nothing goes while the
+        learner's group has never read."""
         ...
 
     def ledger(self, group: str) -> LedgerCounts: ...

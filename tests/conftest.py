@@ -1,0 +1,39 @@
+"""Fixtures shared by all tests: one real embedded Valkey per session, and a run name of its own for every test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from anabranch.schemas.keys import Keys
+from anabranch.transport.embedded_valkey import EmbeddedValkey
+from anabranch.transport.redis_client import connect
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    """A running server, shared; leave it running and keep to your own `run_name`."""
+    with EmbeddedValkey(tmp_path_factory.mktemp("val key"), fsync="everysec") as server:
+        yield server
+
+
+@pytest.fixture
+def run_name(request: pytest.FixtureRequest) -> str:
+    return f"t{next(_numbers)}"
+
+
+@pytest.fixture
+def keys(run_name: str) -> Keys:
+    return Keys(run_name)
+
+
+@pytest.fixture
+def client(valkey: EmbeddedValkey) -> Iterator[redis.Redis]:
+    made = connect(valkey.url, deadline_s=10, what="the test Valkey")
+    yield made
+    made.close()

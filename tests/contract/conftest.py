@@ -1,0 +1,59 @@
+"""One suite, two implementations: a test that asks for `backend` runs over memory and over a real Valkey."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from anabranch.schemas.keys import Keys
+from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
+from anabranch.transport.redis_client import connect
+from anabranch.transport.redis_stream import RedisStream
+from anabranch.transport.stream import TrajectoryStream
+
+
+@dataclass
+class Backend:
+    """`stream()` opens another handle on the same stream, as another process would."""
+
+    name: str
+    stream: Callable[[], TrajectoryStream]
+    put_raw: Callable[[dict[bytes, bytes]], str]
+    dead_letters: Callable[[], list[dict[bytes, bytes]]]
+
+
+@pytest.fixture(params=["memory", "redis"])
+def backend(request: pytest.FixtureRequest, keys: Keys) -> Iterator[Backend]:
+    if request.param == "memory":
+        store = MemoryStreamStore()
+        yield Backend("memory", lambda: MemoryStream(store), store.add, lambda: store.dead_letters)
+        return
+    valkey = request.getfixturevalue("valkey")
+    opened: list[RedisStream] = []
+
+    def stream() -> RedisStream:
+        opened.append(RedisStream(connect(valkey.url, deadline_s=10, what="the test Valkey"), keys))
+        return opened[-1]
+
+    client = request.getfixturevalue("client")
+    yield Backend(
+        "redis",
+        stream,
+        lambda fields: client.xadd(keys.trajectories, fields).decode(),
+        lambda: [fields for _, fields in client.xrange(keys.dead_letters)],
+    )
+    for handle in opened:
+        handle.close()
+
+
+@pytest.fixture(params=["memory", "redis"])
+def stream_maker(request: pytest.FixtureRequest, run_name: str) -> Callable[[], TrajectoryStream]:
+    """A fresh, empty stream at every call, for property tests."""
+    if request.param == "memory":
+        return lambda: MemoryStream(MemoryStreamStore())
+    client = request.getfixturevalue("client")
+    number = itertools.count()
+    return lambda: RedisStream(client, Keys(f"{run_name}.{next(number)}"))
