@@ -128,13 +128,8 @@ class EmbeddedValkey:
         raise ConfigError("found no free port on 127.0.0.1 for the embedded Valkey")
 
     def _launch(self, binary: Path, port: int) -> None:
-        log = self.directory / "valkey.log"
-        log.unlink(missing_ok=True)
-        config = self.directory / "valkey.conf"
-        config.unlink(missing_ok=True)
-        fd = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(fd, "w") as file:
-            file.write(self._config(port))
+        (self.directory / "valkey.log").unlink(missing_ok=True)
+        config = self._write_config(port)
         # Its own session: Ctrl-C in the terminal must stop the services first, and the server last.
         self._process = subprocess.Popen(
             bound_to_parent([str(binary), str(config)]),
@@ -143,6 +138,25 @@ class EmbeddedValkey:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def command(self) -> list[str]:
+        """The server's command line, its configuration written: for a supervisor that starts the program itself.
+
+        The first call picks the port; later calls, and so later starts, have the same one. Raises ConfigError when
+        there is no server program.
+        """
+        if self._port is None:
+            self._port = _free_port()
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return [str(server_binary()), str(self._write_config(self._port))]
+
+    def _write_config(self, port: int) -> Path:
+        config = self.directory / "valkey.conf"
+        config.unlink(missing_ok=True)
+        fd = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(fd, "w") as file:
+            file.write(self._config(port))
+        return config
 
     def _config(self, port: int) -> str:
         return (
