@@ -9,6 +9,7 @@ Held by tests/unit/consumers/test_batcher.py.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from anabranch.consumers.reader import Arrival
@@ -62,6 +63,10 @@ class GroupQueue:
     @property
     def indices(self) -> set[int]:
         return set(self._queue)
+
+    def depth(self) -> dict[str, int]:
+        """Region -> groups waiting."""
+        return dict(Counter(arrival.region for arrival in self._queue.values()))
 
     def offer(self, arrival: Arrival) -> Verdict:
         entry = (arrival.region, arrival.entry_id)

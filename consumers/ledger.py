@@ -38,6 +38,9 @@ def render_ledger(ledger: dict[str, LedgerCounts], *, as_json: bool) -> str:
     rows = [("region", "groups", "")]
     for name, c in ledger.items():
         rows.append((name, f"{c.produced:,}", "produced"))
-        rows += [("", f"{n:,}", f"= {fate}" if i == 0 else f"+ {fate}") for i, (fate, n) in enumerate(sorted(c.fates.items()))]
+        rows += [
+            ("", f"{n:,}", f"= {fate}" if i == 0 else f"+ {fate}")
+            for i, (fate, n) in enumerate(sorted(c.fates.items()))
+        ]
         rows.append(("", f"{c.pending:,}", "+ pending" + ("" if c.balanced else "   DOES NOT BALANCE")))
     return "\n".join(f"{a:<12} {b:>10}  {c}" for a, b, c in rows)

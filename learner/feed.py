@@ -24,6 +24,7 @@ from anabranch.schemas.errors import DeadlineError, StreamUnavailableError
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.permits import Permits
+from anabranch.transport.retry import retry_until
 from anabranch.transport.stream import TrajectoryStream
 
 TRAINED = "trained"
@@ -52,11 +53,13 @@ class Feed:
         batch_groups: int,
         max_age: int,
         block_ms: int,
+        hub_deadline_s: float,
         resumed: Mapping[str, Any] | None = None,
     ) -> None:
         """`resumed` is an earlier `state()`, out of a checkpoint."""
         self._reader, self._streams, self._permits = reader, streams, permits
         self._batch_groups, self._max_age, self._block_ms = batch_groups, max_age, block_ms
+        self._hub_deadline_s = hub_deadline_s
         resumed = resumed or {}
         self.trained = TrainedSet(resumed.get("trained_below", 0), resumed.get("trained_beyond", ()))
         # Settled by the checkpoint we came from, perhaps not yet in the stream.
@@ -68,6 +71,10 @@ class Feed:
     @property
     def queued(self) -> int:
         return len(self._queue)
+
+    def depth(self) -> dict[str, int]:
+        """Region -> groups queued here."""
+        return self._queue.depth()
 
     def drain_backlog(self, *, quiet_polls: int = 3) -> set[int]:
         """Read what already waits in the streams, until `quiet_polls` rounds bring nothing. Returns the group indices
@@ -147,23 +154,28 @@ class Feed:
             elif verdict is Verdict.DUPLICATE:
                 self._drop([arrival], DUPLICATE, give_back=False)
         if arrived:
-            self._permits.settle(arrived)
+            self._hub(lambda: self._permits.settle(arrived))
         lost = [d.group_index for d in polled.dead if d.group_index is not None and d.group_index not in self.trained]
         self._dropped.update({DEAD_LETTER: len(polled.dead)} if polled.dead else {})
         if lost and give_back:
-            self._permits.give_back([g for g in lost if g not in self._queue.indices])
+            again = [g for g in lost if g not in self._queue.indices]
+            self._hub(lambda: self._permits.give_back(again))
         return len(polled.arrivals) + len(polled.dead)
 
     def _drop(self, arrivals: list[Arrival], fate: str, *, give_back: bool) -> None:
         """Settle for good. If the region cannot be reached the entry comes again, and is judged again."""
         if give_back:
-            self._permits.give_back([a.group.group_index for a in arrivals])
+            again = [a.group.group_index for a in arrivals]
+            self._hub(lambda: self._permits.give_back(again))
         for arrival in arrivals:
             try:
                 self._streams[arrival.region].settle(LEARNER_GROUP, [(arrival.entry_id, fate)])
             except StreamUnavailableError:
                 continue
             self._dropped[fate.removeprefix("dropped:")] += 1
+
+    def _hub(self, call: Callable[[], None]) -> None:
+        retry_until(call, deadline_s=self._hub_deadline_s, what="the hub's Redis, to account for permits")
 
     def _lacking(self) -> str:
         unreachable = self._reader.unreachable()

@@ -1,0 +1,281 @@
+"""The learner's loop: wait for a batch, step, publish, checkpoint; evaluation before the first and after the last step.
+
+Invariant: version v is published before permits for batch v + S are handed out, and an entry is acknowledged only when
+a checkpoint with its update is durable. Every start opens a new epoch, at the version of the checkpoint it resumed
+from. Every wait has a deadline and `status` names what is waited for. Held by tests/e2e/test_synchronous.py and
+tests/process/test_survival.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from anabranch.learner.batch import TrainBatch, build_batch
+from anabranch.learner.checkpoint import CheckpointStore
+from anabranch.learner.collective import CollectiveEngine
+from anabranch.learner.evaluation import evaluate
+from anabranch.learner.feed import TRAINED, ZERO_VARIANCE, FedBatch, Feed
+from anabranch.learner.records import step_record
+from anabranch.learner.step import StepOutput
+from anabranch.learner.weight_publisher import PublishReport, WeightPublisher
+from anabranch.schemas.config import RunConfig
+from anabranch.schemas.metrics import LearnerStatus, NoteRecord, StepRecord
+from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.metrics_log import MetricsLog
+from anabranch.transport.retry import retry_until
+from anabranch.transport.wiring import Hub
+
+T = TypeVar("T")
+STATUS_EVERY_S = 0.5
+SMOOTHING = 0.2  # of the reward that is compared with learner.target_reward
+
+
+class LearnerState(enum.Enum):
+    STARTING = "starting"
+    EVALUATING = "evaluating"
+    WAITING = "waiting for a batch"
+    STEPPING = "stepping"
+    PUBLISHING = "publishing"
+    CHECKPOINTING = "checkpointing"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class _Progress:
+    epoch: int = 0
+    version: int = 0
+    fork_version: int = 0
+    smoothed_reward: float | None = None
+
+    @property
+    def policy(self) -> PolicyVersion:
+        return PolicyVersion(self.epoch, self.version)
+
+
+class LearnerLoop:
+    """Rank 0's loop. `resumed` is the client state of the checkpoint that `engine` was loaded from, if any."""
+
+    def __init__(
+        self,
+        engine: CollectiveEngine,
+        feed: Feed,
+        hub: Hub,
+        checkpoints: CheckpointStore,
+        metrics: MetricsLog,
+        config: RunConfig,
+        *,
+        resumed: dict[str, Any] | None,
+        heartbeat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._feed, self._hub, self._checkpoints = engine, feed, hub, checkpoints
+        self._metrics, self._config, self._resumed = metrics, config, resumed
+        self._heartbeat = heartbeat
+        self._progress = _Progress(version=engine.step, fork_version=engine.step)
+        self._publisher: WeightPublisher | None = None
+        self._started_s = time.monotonic()
+        self._state, self._waiting_for, self._reported_s = LearnerState.STARTING, "", 0.0
+        self._last_checkpoint = engine.step if resumed else -1
+        self._log = structlog.get_logger()
+
+    def run(self, should_stop: Callable[[], bool]) -> str:
+        """Train until the configured steps are done, the target is reached or `should_stop()`; returns which."""
+        self._open_epoch()
+        learner = self._config.learner
+        if learner.evaluate and not (self._resumed or {}).get("evaluated"):
+            self._evaluate(should_stop)
+        self._open_permits(self._config.learner.steps * learner.groups_per_step)
+        reason = "all steps done"
+        while self._engine.step < learner.steps:
+            if self._reached_target():
+                reason = f"target reward {learner.target_reward} reached"
+                break
+            if not self._one_step(should_stop):
+                self._checkpoint()
+                self._note("stopped", step=self._engine.step)
+                return "stopped"
+        self._open_permits(self._engine.step * learner.groups_per_step)  # nothing more to sample
+        self._checkpoint()
+        self._checkpoints.export(self._engine)
+        if learner.evaluate:
+            self._evaluate(should_stop)
+        self._note("finished", reason=reason, step=self._engine.step)
+        self._set_state(LearnerState.DONE)
+        self._hub_call(lambda: self._hub.runs.finish(reason), "to mark the run finished")
+        return reason
+
+    def _open_epoch(self) -> None:
+        progress = self._progress
+        self._set_state(LearnerState.STARTING, "the hub")
+        self._hub_call(self._hub.runs.start, "to start the run")
+        progress.epoch = self._hub_call(self._hub.channel.open_epoch, "to open an epoch")
+        self._publisher = WeightPublisher(
+            self._hub.channel,
+            self._engine.layout,
+            self._config.channel,
+            run=self._config.run.name,
+            epoch=progress.epoch,
+            fork_version=progress.fork_version,
+        )
+        state = self._engine.state_bits()
+        publisher = self._publisher
+        report = self._hub_call(lambda: publisher.open(state, step=self._engine.step), "to publish the anchor")
+        self._note(
+            "resumed" if self._resumed else "started",
+            epoch=progress.epoch,
+            version=progress.version,
+            anchor_bytes=report.delta_bytes,
+            full_bytes=report.full_bytes,
+            digest=report.digest,
+        )
+        if self._resumed is None:
+            self._checkpoint()  # so that a crash in the first steps resumes from the same start
+
+    def _open_permits(self, total: int) -> None:
+        progress, learner = self._progress, self._config.learner
+        accepted = self._feed.drain_backlog()
+        self._hub_call(
+            lambda: self._hub.permits.reset(
+                epoch=progress.epoch,
+                version=progress.version,
+                batch=learner.groups_per_step,
+                max_age=self._config.correction.max_age,
+                total=total,
+                accepted=accepted,
+            ),
+            "to open permits",
+        )
+
+    def _one_step(self, should_stop: Callable[[], bool]) -> bool:
+        """False if `should_stop()` turned true while waiting."""
+        progress, learner = self._progress, self._config.learner
+        self._set_state(LearnerState.WAITING)
+        fed = self._feed.next_batch(
+            progress.policy,
+            progress.fork_version,
+            deadline_s=learner.batch_deadline_s,
+            waiting=lambda what: self._set_state(LearnerState.WAITING, what),
+            stop=should_stop,
+        )
+        if fed is None:
+            return False
+        self._set_state(LearnerState.STEPPING)
+        started = time.monotonic()
+        batch = build_batch(
+            [a.group for a in fed.arrivals],
+            now=progress.policy,
+            fork_version=progress.fork_version,
+            max_age=self._config.correction.max_age,
+        )
+        output = self._engine.train_step(batch)
+        self._feed.consumed(_fates(fed, output))
+        step_s = time.monotonic() - started
+        report = self._publish(output.step)
+        checkpoint_s = 0.0
+        if output.step % learner.checkpoint_every == 0:
+            started = time.monotonic()
+            self._checkpoint()
+            checkpoint_s = time.monotonic() - started
+        record = self._record(fed, batch, output, report, step_s=step_s, checkpoint_s=checkpoint_s)
+        self._metrics.append(record)
+        smoothed = progress.smoothed_reward
+        mean = record.reward_mean
+        progress.smoothed_reward = mean if smoothed is None else smoothed + SMOOTHING * (mean - smoothed)
+        return True
+
+    def _publish(self, version: int) -> PublishReport:
+        assert self._publisher is not None
+        publisher = self._publisher
+        self._set_state(LearnerState.PUBLISHING)
+        state = self._engine.state_bits()
+        report = self._hub_call(
+            lambda: publisher.publish(state, version, step=version), f"to publish version {version}"
+        )
+        self._progress.version = version
+        self._hub_call(lambda: self._hub.permits.advance(version), "to advance permits")
+        return report
+
+    def _checkpoint(self) -> None:
+        if self._last_checkpoint == self._engine.step:
+            return
+        self._set_state(LearnerState.CHECKPOINTING)
+        client_state = {
+            "epoch": self._progress.epoch,
+            "feed": self._feed.state(),
+            "smoothed_reward": self._progress.smoothed_reward,
+            "evaluated": self._engine.step > 0,
+        }
+        self._checkpoints.save(self._engine, client_state)
+        self._last_checkpoint = self._engine.step
+        self._feed.checkpointed()
+
+    def _evaluate(self, should_stop: Callable[[], bool]) -> None:
+        self._set_state(LearnerState.EVALUATING, "producers to score the held-out prompts")
+        record = evaluate(
+            self._hub,
+            self._config,
+            self._progress.policy,
+            waiting=lambda what: self._set_state(LearnerState.EVALUATING, what),
+            should_stop=should_stop,
+        )
+        if record is not None:
+            self._metrics.append(record)
+            self._log.info("held-out", policy=str(self._progress.policy), mean_reward=round(record.mean_reward, 4))
+
+    def _record(
+        self, fed: FedBatch, batch: TrainBatch, output: StepOutput, report: PublishReport, **seconds: float
+    ) -> StepRecord:
+        return step_record(
+            self._config,
+            self._progress.policy,
+            fed,
+            batch,
+            output,
+            report,
+            producers=self._hub_call(self._hub.runs.producers, "to read the producers' status"),
+            queue_depth=self._feed.depth(),
+            elapsed_s=time.monotonic() - self._started_s,
+            steps_here=output.step - self._progress.fork_version,
+            **seconds,
+        )
+
+    def _reached_target(self) -> bool:
+        target, smoothed = self._config.learner.target_reward, self._progress.smoothed_reward
+        return target is not None and smoothed is not None and smoothed >= target
+
+    def _set_state(self, state: LearnerState, waiting_for: str = "") -> None:
+        self._heartbeat()
+        now = time.monotonic()
+        unchanged = (state, waiting_for) == (self._state, self._waiting_for)
+        if now - self._reported_s < STATUS_EVERY_S and (unchanged or state is not LearnerState.DONE):
+            self._state, self._waiting_for = state, waiting_for
+            return
+        self._state, self._waiting_for, self._reported_s = state, waiting_for, now
+        status = LearnerStatus(
+            updated_ms=time.time_ns() // 1_000_000,
+            state=state.value,
+            waiting_for=waiting_for,
+            step=self._engine.step,
+            steps_total=self._config.learner.steps,
+            epoch=self._progress.epoch,
+            version=self._progress.version,
+        )
+        self._hub_call(lambda: self._hub.runs.report_learner(status), "to report status")
+
+    def _note(self, what: str, **detail: str | int | float) -> None:
+        self._metrics.append(NoteRecord(time_ms=time.time_ns() // 1_000_000, what=what, detail=detail))
+        self._log.info(what, **detail)
+
+    def _hub_call(self, call: Callable[[], T], why: str) -> T:
+        deadline_s = self._config.channel.connect_deadline_s
+        return retry_until(call, deadline_s=deadline_s, what=f"the hub's Redis, {why}")
+
+
+def _fates(fed: FedBatch, output: StepOutput) -> dict[tuple[str, str], str]:
+    flat = set(output.zero_variance_groups)
+    return {(a.region, a.entry_id): ZERO_VARIANCE if a.group.group_index in flat else TRAINED for a in fed.arrivals}
