@@ -34,7 +34,6 @@ from anabranch.schemas.errors import AnabranchError, ConfigError, ModelMismatchE
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
-_UNSET = "default"  # vLLM's version tag before the first one is set
 _EXTENSION = "anabranch.producers.worker_extension.AnabranchWorkerExtension"
 
 
@@ -93,6 +92,7 @@ class RolloutEngine:
         self._layout = layout_of_checkpoint(model_dir)
         self._stop_token_ids = _stop_token_ids(model_dir)
         self._requests: dict[str, _Request] = {}
+        self._policy: PolicyVersion | None = None
         self._engine = _build_engine(model_dir, config, seed)
         self._state = EngineState.LOADED
         try:
@@ -116,9 +116,7 @@ class RolloutEngine:
     @property
     def policy(self) -> PolicyVersion | None:
         """The policy that the engine confirms to serve; None before the first swap."""
-        if self._state is not EngineState.SERVING:
-            return None
-        return PolicyVersion.parse(self._engine.get_weight_version())
+        return self._policy if self._state is EngineState.SERVING else None
 
     @property
     def has_unfinished(self) -> bool:
@@ -236,6 +234,7 @@ class RolloutEngine:
             self._rpc("finish_weight_update")
             self._forget_kv()
             self._engine.set_weight_version(str(policy))
+            self._policy = PolicyVersion.parse(self._engine.get_weight_version())
         except Exception as error:
             self._state = EngineState.BROKEN
             raise AnabranchError(f"the swap to {policy} failed while writing; the engine is broken: {error}") from error
@@ -283,7 +282,7 @@ class RolloutEngine:
     def _start(self, request_id: str, request: _Request) -> None:
         from vllm.inputs.engine import tokens_input
 
-        prompt = tokens_input(request.prompt, cache_salt=self._engine.get_weight_version())
+        prompt = tokens_input(request.prompt, cache_salt=str(self._policy))
         self._engine.add_request(request_id, prompt, request.params.clone())
 
     def _forget_kv(self) -> None:

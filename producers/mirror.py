@@ -1,7 +1,7 @@
 """The host mirror: a node's copy of the checkpoint as one flat image in shared memory.
 
 Invariant: the image holds the exact bits of every tensor of its layout at `offset_bytes`, and `digest()` is the root
-digest of those bits, since every write goes through `write` (or is announced by `touch`). The memory has no name: it
+digest of those bits, since every write goes through `apply` or `write` (or is announced by `touch`). The memory has no name: it
 goes when the last process that maps it ends, however that ends. Held by tests/unit/producers/test_mirror.py.
 
 bf16 is stored as its 16 bits (`uint16`), f32 as `uint32` and so on: nothing here is a float.
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.kernels.delta_codec import TensorChange
 from anabranch.kernels.digest import tensor_digest
 from anabranch.producers.checkpoint import checkpoint_tensors
 from anabranch.schemas.errors import DeltaError, ModelMismatchError
@@ -119,28 +120,23 @@ class Mirror:
         """View of the tensor's elements as unsigned integers [numel]. After writing through it, call `touch`."""
         return tensor_bits(self.image, self.spec(name))
 
-    def write(self, name: str, indices: NDArray[np.int64] | None, bits: NDArray[Any]) -> None:
-        """Set elements of tensor `name` to new bit patterns.
-
-        Args:
-            indices: flat positions, int64 [K], or None for all of them.
-            bits: unsigned integers of the dtype's width, [K] or [numel].
+    def apply(self, changes: Iterable[TensorChange]) -> None:
+        """Set tensors, or elements of them, to new bit patterns.
 
         Raises:
             ModelMismatchError: no such tensor.
-            DeltaError: wrong width, length, or an index outside the tensor; nothing is written then.
+            DeltaError: wrong width, length, or an index outside its tensor. Nothing at all is written then.
         """
-        target = self.tensor_bits(name)
-        expected = len(target) if indices is None else len(indices)
-        if bits.dtype != target.dtype or bits.shape != (expected,):
-            raise DeltaError(f"{name}: {bits.dtype}{list(bits.shape)} does not fit {target.dtype}[{expected}]")
-        if indices is None:
-            target[:] = bits
-        elif expected:
-            if int(indices.min()) < 0 or int(indices.max()) >= len(target):
-                raise DeltaError(f"{name}: an index is outside its {len(target)} elements")
-            target[indices] = bits
-        self.touch(name)
+        changes = list(changes)
+        for change in changes:
+            self._check(change)
+        for change in changes:
+            self.touch(change.name)
+            self.tensor_bits(change.name)[slice(None) if change.indices is None else change.indices] = change.bits
+
+    def write(self, name: str, indices: NDArray[np.int64] | None, bits: NDArray[Any]) -> None:
+        """`apply` of one change: `bits` [K] or [numel] unsigned integers, at flat `indices` [K] or everywhere (None)."""
+        self.apply([TensorChange(name, indices, bits)])
 
     def touch(self, *names: str) -> None:
         """Announce that these tensors were written through a view, so that their digests are taken anew."""
@@ -158,12 +154,16 @@ class Mirror:
         """Root digest of the state; only tensors changed since the last call are hashed."""
         return root_digest(self.layout, {t.name: self.tensor_digest(t.name) for t in self.layout.tensors})
 
-    def changed_since(self, digests: dict[str, str]) -> Iterable[str]:
-        """Names whose digest differs from that in `digests` (name -> hex)."""
-        return [t.name for t in self.layout.tensors if digests.get(t.name) != self.tensor_digest(t.name)]
-
     def close(self) -> None:
         self._memory.close()
+
+    def _check(self, change: TensorChange) -> None:
+        target, indices, bits = self.tensor_bits(change.name), change.indices, change.bits
+        expected = len(target) if indices is None else len(indices)
+        if bits.dtype != target.dtype or bits.shape != (expected,):
+            raise DeltaError(f"{change.name}: {bits.dtype}{list(bits.shape)} does not fit {target.dtype}[{expected}]")
+        if indices is not None and expected and (int(indices.min()) < 0 or int(indices.max()) >= len(target)):
+            raise DeltaError(f"{change.name}: an index is outside its {len(target)} elements")
 
 
 def layout_of_checkpoint(model_dir: Path) -> Layout:
