@@ -91,6 +91,13 @@ class GroupQueue:
             self._entries.discard((arrival.region, arrival.entry_id))
         return old
 
+    def clear(self) -> list[Arrival]:
+        """Remove and return everything that waits."""
+        rest = list(self._queue.values())
+        self._queue.clear()
+        self._entries.difference_update((a.region, a.entry_id) for a in rest)
+        return rest
+
     def take(self, count: int) -> list[Arrival] | None:
         """The `count` lowest group indices, in order, or None if there are fewer. Call `sweep` just before."""
         if len(self._queue) < count:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from anabranch.transport.files import sync_directory
+
 Entry = tuple[str, pa.RecordBatch]  # (entry id, rows)
 
 
@@ -43,7 +45,7 @@ def write_entries(directory: Path, region: str, entries: list[Entry]) -> Path:
         file.flush()
         os.fsync(file.fileno())
     os.rename(aside, final)
-    _sync_directory(folder)
+    sync_directory(folder)
     return final
 
 
@@ -69,11 +71,3 @@ def remove_leftovers(directory: Path) -> int:
     for path in leftovers:
         path.unlink()
     return len(leftovers)
-
-
-def _sync_directory(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

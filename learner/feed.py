@@ -5,7 +5,7 @@ dropped for good), so a crash at any point loses nothing: what was not acknowled
 ends as trained, dropped(cause) or pending. Held by tests/unit/learner/test_feed.py and tests/process/.
 
 Fates: trained; dropped:zero_variance (consumed by a step, without gradient); dropped:age and dropped:dead_letter
-(their permits are handed out again); dropped:duplicate.
+(their permits are handed out again); dropped:duplicate; dropped:surplus (sampled, but the run ended first).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ TRAINED = "trained"
 ZERO_VARIANCE = "dropped:zero_variance"
 AGE = "dropped:age"
 DUPLICATE = "dropped:duplicate"
+SURPLUS = "dropped:surplus"
 DEAD_LETTER = "dead_letter"
 
 
@@ -143,6 +144,13 @@ class Feed:
             self._to_settle = [x for x in self._to_settle if x[0] != region]
             self._queue.forget((region, entry) for entry, _ in mine)
         return settled
+
+    def drop_surplus(self) -> int:
+        """The run is over: everything that still waits is dropped. Returns how many groups."""
+        self.drain_backlog()
+        rest = self._queue.clear()
+        self._drop(rest, SURPLUS, give_back=False)
+        return len(rest)
 
     def _poll(self, *, block_ms: int, give_back: bool) -> int:
         polled = self._reader.poll(block_ms=block_ms)

@@ -79,7 +79,7 @@ class LearnerLoop:
         self._progress = _Progress(version=engine.step, fork_version=engine.step)
         self._publisher: WeightPublisher | None = None
         self._started_s = time.monotonic()
-        self._state, self._waiting_for, self._reported_s = LearnerState.STARTING, "", 0.0
+        self._state, self._reported_s = LearnerState.STARTING, 0.0
         self._last_checkpoint = engine.step if resumed else -1
         self._log = structlog.get_logger()
 
@@ -104,7 +104,8 @@ class LearnerLoop:
         self._checkpoints.export(self._engine)
         if learner.evaluate:
             self._evaluate(should_stop)
-        self._note("finished", reason=reason, step=self._engine.step)
+        surplus = self._feed.drop_surplus()
+        self._note("finished", reason=reason, step=self._engine.step, surplus_groups=surplus)
         self._set_state(LearnerState.DONE)
         self._hub_call(lambda: self._hub.runs.finish(reason), "to mark the run finished")
         return reason
@@ -135,6 +136,8 @@ class LearnerLoop:
         )
         if self._resumed is None:
             self._checkpoint()  # so that a crash in the first steps resumes from the same start
+        else:
+            self._feed.checkpointed()  # the crash may have come between the checkpoint and its acknowledgements
 
     def _open_permits(self, total: int) -> None:
         progress, learner = self._progress, self._config.learner
@@ -251,11 +254,9 @@ class LearnerLoop:
     def _set_state(self, state: LearnerState, waiting_for: str = "") -> None:
         self._heartbeat()
         now = time.monotonic()
-        unchanged = (state, waiting_for) == (self._state, self._waiting_for)
-        if now - self._reported_s < STATUS_EVERY_S and (unchanged or state is not LearnerState.DONE):
-            self._state, self._waiting_for = state, waiting_for
+        if state is self._state and now - self._reported_s < STATUS_EVERY_S:
             return
-        self._state, self._waiting_for, self._reported_s = state, waiting_for, now
+        self._state, self._reported_s = state, now
         status = LearnerStatus(
             updated_ms=time.time_ns() // 1_000_000,
             state=state.value,

@@ -1,0 +1,93 @@
+"""`anabranch learn`: wires the learner together; one process per rank.
+
+Invariant: only rank 0 talks to Redis and writes the run directory. A start with a checkpoint in the run directory
+resumes from the newest complete one.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from anabranch.consumers.reader import Reader
+from anabranch.learner.checkpoint import CheckpointStore
+from anabranch.learner.collective import CollectiveEngine, follow
+from anabranch.learner.distribute import launch_ranks, rank_from_environment
+from anabranch.learner.engine import LearnerEngine
+from anabranch.learner.feed import Feed
+from anabranch.learner.loop import LearnerLoop
+from anabranch.schemas.config import RunConfig, dump_toml
+from anabranch.schemas.keys import LEARNER_GROUP
+from anabranch.transport.files import write_atomically
+from anabranch.transport.log import setup_logging
+from anabranch.transport.metrics_log import MetricsLog
+from anabranch.transport.runtime import StopSignal, run_service, sd_notify
+from anabranch.transport.wiring import connect_hub, connect_region
+
+
+def learn(config: RunConfig) -> int:
+    """Run the learner (all its ranks, or the one that a launcher started); returns the exit code."""
+    placed = rank_from_environment()
+    if placed is None and config.learner.world_size > 1:
+        return launch_ranks(config.learner.world_size)
+    rank, world_size = placed or (0, 1)
+    setup_logging("learner" if rank == 0 else f"learner-{rank}")
+    stop = StopSignal().install()
+
+    def main() -> int:
+        engine = LearnerEngine(
+            config.model.path,
+            config.learner,
+            config.correction,
+            run_seed=config.run.seed,
+            temperature=config.sampling.temperature,
+            max_tokens=config.sampling.max_tokens,
+            rank=rank,
+            world_size=world_size,
+        )
+        if rank:
+            follow(engine)
+            return 0
+        collective = CollectiveEngine(engine, world_size=world_size)
+        try:
+            return _lead(config, collective, stop)
+        finally:
+            collective.stop()
+
+    return run_service(main)
+
+
+def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal) -> int:
+    log = structlog.get_logger()
+    directory = config.run.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / "config.toml", dump_toml(config).encode())
+    hub = connect_hub(config)
+    streams = {name: connect_region(config, name) for name in config.regions}
+    checkpoints = CheckpointStore(
+        directory / "checkpoints",
+        run=config.run.name,
+        layout_hash=engine.layout.hash,
+        keep=config.learner.keep_checkpoints,
+    )
+    resumed = checkpoints.load_newest(engine)
+    metrics = MetricsLog(directory)
+    reader = Reader(streams, run=config.run.name, group=LEARNER_GROUP, consumer="learner-0", config=config.stream)
+    feed = Feed(
+        reader,
+        streams,
+        hub.permits,
+        batch_groups=config.learner.groups_per_step,
+        max_age=config.correction.max_age,
+        block_ms=config.stream.block_ms,
+        hub_deadline_s=config.channel.connect_deadline_s,
+        resumed=(resumed or {}).get("feed"),
+    )
+    loop = LearnerLoop(
+        engine, feed, hub, checkpoints, metrics, config, resumed=resumed, heartbeat=lambda: sd_notify("WATCHDOG=1")
+    )
+    sd_notify("READY=1")
+    try:
+        log.info("learner ends", reason=loop.run(stop.is_set))
+    finally:
+        metrics.close()
+    return 0

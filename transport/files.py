@@ -1,0 +1,35 @@
+"""Writing files so that a reader never sees half of one.
+
+Invariant: after `write_atomically` returns, the file has exactly the new content, also after a power cut; if it raises,
+the old content is still there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Write aside, fsync, rename. Raises OSError; nothing is left behind then."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(folder: Path) -> None:
+    """fsync a folder, so that a rename in it is durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
