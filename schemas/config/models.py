@@ -131,8 +131,18 @@ class ProducerSection(Section):
     )
 
 
+# What an objective's paper pairs it with: used for the keys that the user leaves out.
+_OBJECTIVE_DEFAULTS: dict[str, dict[str, str | float]] = {
+    "dppo_tv": {"advantage": "dr_grpo", "aggregation": "token_mean", "penalty": 1e-3},
+    "grpo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "penalty": 0.0},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "constant", "penalty": 0.0},
+    "none": {"advantage": "dr_grpo", "aggregation": "token_mean", "penalty": 0.0},
+}
+
+
 class CorrectionSection(Section):
-    """Off-policy correction, see docs/staleness.md."""
+    """Off-policy correction, see docs/staleness.md. `grpo` and `dr_grpo` share one clipped objective; they differ in
+    the defaults of advantage, aggregation and penalty (as do the others: `_OBJECTIVE_DEFAULTS`)."""
 
     objective: Objective = "dppo_tv"
     max_age: int = Field(
@@ -140,7 +150,9 @@ class CorrectionSection(Section):
     )
     tau: float = Field(0.2, gt=0, description="dppo_tv: trust region on the probability difference")
     ratio_cap: float = Field(20.0, gt=0, description="dppo_tv: cap on the importance ratio")
-    penalty: float = Field(1e-3, ge=0, description="weight of the d² penalty")
+    penalty: float = Field(
+        1e-3, ge=0, description="weight of the d² penalty; default 0 for objectives other than dppo_tv"
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="grpo, dr_grpo: lower clip")
     clip_high: float = Field(0.28, gt=0, description="grpo, dr_grpo: upper clip")
     veto_low: float = Field(1e-4, ge=0, description="a trajectory with any ratio below is dropped from the loss")
@@ -148,10 +160,22 @@ class CorrectionSection(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "dr_grpo"
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_objective(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return _OBJECTIVE_DEFAULTS.get(str(values.get("objective", "dppo_tv")), {}) | values
+
 
 class LearnerSection(PathsSection):
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Dtype = Field("bfloat16", description="weights and compute; the optimizer keeps float32 masters")
+    dtype: Dtype = Field("bfloat16", description="weights as published; the optimizer keeps float32 masters")
+    compute_dtype: Dtype | None = Field(
+        None,
+        description="of forward and backward; default: as dtype. float32 with dtype bfloat16 computes in float32 on the "
+        "bf16 weights, which is exact and on most CPUs faster",
+    )
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(32, ge=1, description="B: groups consumed by one optimizer step")
     micro_batch_tokens: int = Field(8192, ge=16, description="padded tokens of one forward pass")

@@ -1,0 +1,57 @@
+"""Several ranks as one learner: rendezvous, and bytes from rank 0 to the others.
+
+Invariant: only rank 0 reads streams and channels; what the others need reaches them as bytes over
+torch.distributed (uint8 tensors, never pickled objects), and every wait ends at a deadline. Held by
+tests/e2e/test_learner_engine.py.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from anabranch.schemas.errors import ConfigError
+
+RENDEZVOUS_FILE = "ANABRANCH_RENDEZVOUS_FILE"  # set by `launch.launch_ranks` for its children
+
+
+def init_ranks(rank: int, world_size: int, *, device: str, deadline_s: float) -> None:
+    """Join the process group of the learner's ranks; a no-op if this process is in one of the same size.
+
+    One rank needs no network at all. Ranks started by `launch_ranks` meet through a private file and talk over
+    loopback; ranks started by the deepspeed or torchrun launcher meet at MASTER_ADDR:MASTER_PORT.
+
+    Raises:
+        ConfigError: this process is in a process group of another size.
+    """
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise ConfigError(
+                f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, not {rank} of {world_size}"
+            )
+        return
+    os.environ.setdefault("LOCAL_RANK", str(rank))  # DeepSpeed reads it
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=deadline_s)
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif RENDEZVOUS_FILE in os.environ:
+        store = dist.FileStore(os.environ[RENDEZVOUS_FILE], world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size, timeout=timeout)
+
+
+def broadcast_bytes(data: bytes | None) -> bytes:
+    """`data` of rank 0, on every rank (the others pass None). Collective; ends at the process group's deadline."""
+    size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
+    dist.broadcast(size, src=0)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if data:
+        buffer.copy_(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()))
+    dist.broadcast(buffer, src=0)
+    return buffer.numpy().tobytes()

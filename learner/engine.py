@@ -1,0 +1,186 @@
+"""The training engine: a causal language model under DeepSpeed, one optimizer step per batch.
+
+Invariant: `train_step` is a function of the weights, the optimizer state and the batch alone: the same batch gives
+the same bits, however its groups arrived; lr = 0 leaves every bit. With several ranks every method is collective:
+all ranks call it with the same arguments. Held by tests/unit/learner/test_engine.py and
+tests/e2e/test_learner_engine.py.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anabranch.kernels.diagnostics import DiagnosticSums
+from anabranch.learner import deepspeed_shim
+from anabranch.learner.batch import TrainBatch
+from anabranch.learner.deepspeed_config import deepspeed_json, uses_master_weights
+from anabranch.learner.distribute import init_ranks
+from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
+from anabranch.learner.quiet import import_deepspeed, quiet, without_deprecations
+from anabranch.learner.step import MicroBatch, StepOutput, StepPlan, plan_step
+from anabranch.learner.weights import PublishedWeights
+from anabranch.schemas.config import CorrectionSection, LearnerSection
+from anabranch.schemas.errors import AnabranchError, ConfigError
+from anabranch.schemas.layout import Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LearnerEngine:
+    """Weights, optimizer and step counter of one rank.
+
+    `step` is the number of optimizer steps done. After an AnabranchError from `train_step` the engine must not be
+    used further: resume from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        learner: LearnerSection,
+        correction: CorrectionSection,
+        *,
+        run_seed: int,
+        temperature: float,
+        max_tokens: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Load the model and start DeepSpeed.
+
+        Args:
+            model_dir: Hugging Face checkpoint folder.
+            temperature: at which rollouts are sampled; logits are divided by it.
+            max_tokens: longest completion that can be sampled; the constant of aggregation "constant".
+            rank, world_size: this process among the learner's ranks (see `distribute`).
+
+        Raises:
+            ConfigError: settings that cannot work, named; the model cannot be loaded.
+            ModelMismatchError: the model's head is more than a linear map.
+        """
+        if correction.aggregation == "constant" and max_tokens is None:
+            raise ConfigError("correction.aggregation = constant needs the longest completion (sampling.max_tokens)")
+        masters = uses_master_weights(learner)
+        settings = deepspeed_json(learner)
+        self._learner, self._correction = learner, correction
+        self._max_tokens = max_tokens
+        self._rank, self._world_size = rank, world_size
+        self.step = 0
+
+        if learner.device == "cpu":
+            deepspeed_shim.prepare_environment()
+        torch.set_num_threads(learner.threads)
+        seed_everything(run_seed)
+        deepspeed = import_deepspeed()
+        if learner.device == "cpu":
+            deepspeed_shim.apply(deepspeed)
+        init_ranks(rank, world_size, device=learner.device, deadline_s=learner.batch_deadline_s + 600)
+
+        stored = DTYPES[learner.dtype]
+        policy = PolicyModule(load_model(model_dir, stored), temperature)
+        check_head(policy)
+        self._weights = PublishedWeights(policy.lm, stored)
+        module: torch.nn.Module = policy
+        if masters:
+            module = MasterWeights(policy, stored, DTYPES[learner.compute_dtype or learner.dtype])
+        for parameter in policy.head_logprobs.external_parameters():
+            deepspeed.zero.register_external_parameter(policy.head_logprobs, parameter)
+        with quiet():
+            self._engine, *_ = deepspeed.initialize(
+                model=module, model_parameters=list(module.parameters()), config=settings
+            )
+        self._clipper = None
+        if learner.zero_stage == 0:
+            self._clipper = _Clipper(self._engine.optimizer, learner.grad_clip)
+        self._device = torch.device(self._engine.device)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Names, dtypes and shapes of `state_bits`; on every rank."""
+        return self._weights.layout
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of the update that leads to `step` (1, 2, ...): linear warm-up, then constant."""
+        warmup = self._learner.warmup_steps
+        return self._learner.lr * min(1.0, step / warmup) if warmup else self._learner.lr
+
+    def train_step(self, batch: TrainBatch) -> StepOutput:
+        """One optimizer step on `batch`.
+
+        Raises:
+            AnabranchError: loss or gradient is not finite. Nothing has been published or saved of it.
+        """
+        plan = plan_step(
+            batch, self._correction, budget_tokens=self._learner.micro_batch_tokens,
+            ranks=self._world_size, max_tokens=self._max_tokens,
+        )  # fmt: skip
+        lr = self.learning_rate(self.step + 1)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        with without_deprecations():
+            return self._step(batch, plan, lr)
+
+    def _step(self, batch: TrainBatch, plan: StepPlan, lr: float) -> StepOutput:
+        sums = DiagnosticSums(self._device)
+        for rows in plan.microbatches[self._rank]:
+            micro = MicroBatch.take(batch, plan, rows, self._device)
+            logprobs, entropy = self._engine(micro.input_ids, micro.rows, micro.columns, micro.targets)
+            loss = micro.loss(logprobs, entropy, self._correction, sums)
+            # DeepSpeed averages gradients over ranks; the loss is already a share of one global sum.
+            self._engine.backward(loss * self._world_size)
+        self._sum_over_ranks(sums)
+        diagnostics, loss_value = sums.finish(total_mass=plan.total_mass)
+        if not math.isfinite(loss_value):
+            raise AnabranchError(f"step {self.step + 1}: the loss is {loss_value}; {_which(batch)}")
+        self._engine.step()
+        grad_norm = float(self._engine.get_global_grad_norm() if self._clipper is None else self._clipper.norm)
+        if not math.isfinite(grad_norm) or not self._engine.was_step_applied():
+            raise AnabranchError(f"step {self.step + 1}: the gradient is not finite; {_which(batch)}")
+        self.step += 1
+        return StepOutput(
+            step=self.step, loss=loss_value, grad_norm=grad_norm, lr=lr, diagnostics=diagnostics,
+            zero_variance_groups=plan.zero_variance_groups, groups=len(batch.group_indices),
+        )  # fmt: skip
+
+    def state_bits(self) -> dict[str, NDArray[Any]]:
+        """The weights as a checkpoint would store them: name -> flat unsigned-integer array (uint16 for bfloat16,
+        uint32 for float32), on rank 0; an empty dict on the others. The arrays are copies."""
+        with without_deprecations():
+            return self._weights.bits(on_this_rank=self._rank == 0)
+
+    def _sum_over_ranks(self, sums: DiagnosticSums) -> None:
+        if self._world_size > 1:
+            torch.distributed.all_reduce(sums.sums)
+            torch.distributed.all_reduce(sums.ratio_max, torch.distributed.ReduceOp.MAX)
+
+
+class _Clipper:
+    """Clips by global norm just before the optimizer's step, and remembers the norm: at stage 0 DeepSpeed clips but
+    does not report it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self.norm = math.nan
+        self._max_norm = max_norm or math.inf
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_norm))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _which(batch: TrainBatch) -> str:
+    return f"groups {batch.group_indices.min()}..{batch.group_indices.max()}"

@@ -1,0 +1,128 @@
+"""The model as the learner sees it: token ids in, log-probs of chosen tokens out.
+
+Invariant: `PolicyModule` returns what log_softmax(logits / temperature) of the whole model returns, without ever
+holding all logits; `check_head` refuses a model whose head does more than a linear map. `MasterWeights` computes
+with the rounded weights that producers serve, while the parameters (and their gradients) stay float32. Held by
+tests/unit/learner/test_policy.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.kernels.logprobs import chosen_logprobs
+from anabranch.schemas.errors import ConfigError, ModelMismatchError
+
+
+def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
+    """The causal language model in `model_dir`, on the CPU, without dropout. Raises ConfigError if it cannot be loaded."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"model.path = {model_dir} is not a Hugging Face checkpoint folder: config.json is missing")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path = {model_dir} cannot be loaded: {error}") from error
+    model.config.use_cache = False
+    # Dropout would make the log-probs of equal weights differ: importance ratios must be 1 at lag 0.
+    return model.eval()
+
+
+class HeadLogprobs(nn.Module):
+    """The output head and the log-softmax as one module, so that ZeRO-3 gathers the head's weight once around it."""
+
+    def __init__(self, head: nn.Linear, temperature: float) -> None:
+        super().__init__()
+        self._head = (head,)  # in a tuple: the head belongs to the language model, not to us
+        self.temperature = temperature
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        head = self._head[0]
+        return chosen_logprobs(hidden, head.weight, head.bias, targets, temperature=self.temperature)
+
+    def external_parameters(self) -> list[nn.Parameter]:
+        return [p for p in (self._head[0].weight, self._head[0].bias) if p is not None]
+
+
+class PolicyModule(nn.Module):
+    """A Hugging Face causal language model `lm`, asked for log-probs only."""
+
+    def __init__(self, lm: Any, temperature: float) -> None:
+        super().__init__()
+        head = lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(f"{type(lm).__name__} has no linear output head; the learner cannot train it")
+        self.lm = lm
+        self.head_logprobs = HeadLogprobs(head, temperature)
+
+    def forward(self, input_ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-prob of `targets[i]` as the token after position (`rows[i]`, `columns[i]`).
+
+        Args:
+            input_ids: int64 [B, L], padded on the right.
+            rows, columns, targets: int64 [N].
+
+        Returns:
+            float32 [N] log-probs with gradient, float32 [N] entropies.
+        """
+        # Right padding under causal attention needs no mask: no real token sees what comes after it.
+        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return self.head_logprobs(hidden[rows, columns], targets)  # type: ignore[no-any-return]
+
+
+class _Rounded(torch.autograd.Function):
+    """A float32 master as the weight that is served: rounded to `stored`, computed with in `compute`. The gradient
+    goes straight to the master, accumulated in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, stored: torch.dtype, compute: torch.dtype) -> Tensor:
+        return master.to(stored).to(compute)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].float(), None, None
+
+
+class MasterWeights(nn.Module):
+    """A `PolicyModule` whose parameters are float32 masters; each forward pass rounds them to the stored dtype."""
+
+    def __init__(self, policy: PolicyModule, stored: torch.dtype, compute: torch.dtype) -> None:
+        super().__init__()
+        self.policy = policy.float()
+        self.stored, self.compute = stored, compute
+
+    def forward(self, *inputs: Tensor) -> Any:
+        rounded = {
+            name: _Rounded.apply(p, self.stored, self.compute)  # type: ignore[no-untyped-call]
+            for name, p in self.policy.named_parameters()
+        }
+        return torch.func.functional_call(self.policy, rounded, inputs, tie_weights=True)
+
+
+@torch.no_grad()
+def check_head(policy: PolicyModule) -> None:
+    """Compare a few log-probs with those of the model's own logits.
+
+    Raises:
+        ModelMismatchError: they differ (soft-capped or scaled logits, for example).
+    """
+    vocab = policy.lm.get_output_embeddings().weight.shape[0]
+    ids = torch.arange(12).reshape(1, 12) * 7 % vocab
+    columns = torch.arange(11)
+    ours, _ = policy(ids, torch.zeros(11, dtype=torch.int64), columns, ids[0, 1:])
+    logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1]
+    log_p = torch.log_softmax(logits.float() / policy.head_logprobs.temperature, dim=-1)
+    theirs = log_p.gather(1, ids[0, 1:, None]).squeeze(1)
+    worst = float((ours - theirs).abs().max())
+    if not worst < 1e-2:
+        raise ModelMismatchError(
+            f"{type(policy.lm).__name__}: log-probs from its hidden states differ from its own logits by {worst:.3g}; "
+            "its head does more than a linear map, which the learner does not support"
+        )

@@ -1,0 +1,41 @@
+"""Keeping DeepSpeed's own chatter out of the run's output.
+
+Invariant: stdout carries only the run's own lines; warnings and errors of DeepSpeed's logger still reach stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, with its log lines on stderr and from WARNING up (its own default is INFO on stdout)."""
+    with quiet():
+        import deepspeed
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    return deepspeed
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """While DeepSpeed starts, saves or loads: drop what it prints (memory reports), and its deprecations."""
+    with contextlib.redirect_stdout(io.StringIO()), without_deprecations():
+        yield
+
+
+@contextlib.contextmanager
+def without_deprecations() -> Iterator[None]:
+    """DeepSpeed 0.19.8 calls collectives that torch 2.13 has renamed, at every ZeRO-3 gather; nothing a user can act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+        yield

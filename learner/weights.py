@@ -1,0 +1,105 @@
+"""The learner's weights under the names and in the dtype in which a Hugging Face checkpoint stores them.
+
+Invariant: `PublishedWeights.tensors` is what `save_pretrained` would write at this moment: tied weights once, layers
+that transformers fuses split again; float32 masters rounded to the stored dtype. Held by
+tests/unit/learner/test_weights.py.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.schemas.errors import ConfigError
+from anabranch.schemas.layout import Layout
+
+# torch dtype -> (layout dtype, the unsigned integer of the same width in torch and NumPy)
+_BITS: dict[torch.dtype, tuple[str, torch.dtype, type[np.unsignedinteger[Any]]]] = {
+    torch.bfloat16: ("bf16", torch.int16, np.uint16),
+    torch.float16: ("f16", torch.int16, np.uint16),
+    torch.float32: ("f32", torch.int32, np.uint32),
+}
+
+
+class PublishedWeights:
+    """Reads the weights of `lm` (a transformers model). Built before DeepSpeed touches the model; keeps the parameter
+    objects, whose content DeepSpeed moves and partitions but whose identity stays."""
+
+    def __init__(self, lm: Any, stored: torch.dtype) -> None:
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        kept = remove_tied_weights_from_state_dict(lm.state_dict(), lm)
+        live = lm.state_dict(keep_vars=True)
+        self._lm, self._stored = lm, stored
+        self._live: dict[str, Tensor] = {name: live[name] for name in kept}
+        self._layout = Layout.build(
+            (name, _layout_dtype(name, tensor), tuple(tensor.shape)) for name, tensor in self._split(kept).items()
+        )
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @torch.no_grad()
+    def tensors(self, *, on_this_rank: bool = True) -> dict[str, Tensor]:
+        """Name -> tensor of the stored dtype on the CPU, not aliasing the live weights. Collective under ZeRO-3;
+        ranks with `on_this_rank` false take part and get {}."""
+        gathered: dict[str, Tensor] = {}
+        for name, tensor in self._live.items():
+            if hasattr(tensor, "ds_id"):
+                import deepspeed
+
+                # One at a time: no rank ever holds more than one whole tensor beyond its own part.
+                with deepspeed.zero.GatheredParameters([tensor]):
+                    if on_this_rank:
+                        gathered[name] = self._copy(tensor)
+            elif on_this_rank:
+                gathered[name] = self._copy(tensor)
+        return self._split(gathered) if on_this_rank else {}
+
+    def bits(self, *, on_this_rank: bool = True) -> dict[str, NDArray[Any]]:
+        """`tensors` as flat unsigned integers."""
+        return {name: tensor_bits(t) for name, t in self.tensors(on_this_rank=on_this_rank).items()}
+
+    def export(self, directory: Path, tensors: dict[str, Tensor], *, source: Path) -> None:
+        """Write `tensors` as a Hugging Face folder: config and tokenizer from `source`, one safetensors file."""
+        from safetensors.torch import save_file
+
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in sorted(source.iterdir()):
+            if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
+                (directory / file.name).write_bytes(file.read_bytes())
+        config = json.loads((directory / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self._stored).removeprefix("torch.")
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        copied = tensor.detach().to("cpu", copy=True)
+        return copied.to(self._stored) if copied.is_floating_point() else copied
+
+    def _split(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        split = revert_weight_conversion(self._lm, dict(tensors))
+        return {name: tensor.contiguous() for name, tensor in split.items()}
+
+
+def tensor_bits(tensor: Tensor) -> NDArray[Any]:
+    """Flat view of `tensor` (CPU, contiguous) as unsigned integers of the same width."""
+    _, signed, unsigned = _BITS[tensor.dtype]
+    return tensor.view(signed).numpy().reshape(-1).view(unsigned)
+
+
+def _layout_dtype(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in _BITS:
+        raise ConfigError(f"weight {name!r} has dtype {tensor.dtype}, which the learner cannot publish")
+    return _BITS[tensor.dtype][0]
