@@ -47,6 +47,8 @@ class WeightPublisher:
         self._tensor_digests: dict[str, str] = {}
         self._version = fork_version
         self._digest = ""
+        self._last = Encoded((), 0, ())
+        self._stamps: dict[tuple[str, int], int] = {}  # a publish that is retried must commit the very same manifest
 
     @property
     def digest(self) -> str:
@@ -66,20 +68,26 @@ class WeightPublisher:
         return self._report(encoded, started)
 
     def publish(self, state: Mapping[str, Bits], version: int, *, step: int) -> PublishReport:
-        """Publish `state` as `version`, a delta on the version published last (and an anchor every `anchor_every`)."""
+        """Publish `state` as `version`, a delta on the version published last (and an anchor every `anchor_every`).
+
+        After a StreamUnavailableError or BackpressureError call it again with the same arguments: what was done is not
+        done twice.
+        """
         started = time.monotonic()
-        encoded = encode_delta(self._layout, self._base, state, zstd_level=self._config.zstd_level)
-        digests = self._tensor_digests | {n: tensor_digest(state[n]) for n in encoded.changed_tensors}
-        digest = root_digest(self._layout, digests)
-        self._commit("delta", encoded, version, digest, step)
-        for name in encoded.changed_tensors:
-            np.copyto(self._base[name], state[name].reshape(-1))
-        self._version, self._tensor_digests, self._digest = version, digests, digest
+        if version != self._version:
+            encoded = encode_delta(self._layout, self._base, state, zstd_level=self._config.zstd_level)
+            digests = self._tensor_digests | {n: tensor_digest(state[n]) for n in encoded.changed_tensors}
+            digest = root_digest(self._layout, digests)
+            self._commit("delta", encoded, version, digest, step)
+            for name in encoded.changed_tensors:
+                np.copyto(self._base[name], state[name].reshape(-1))
+            self._version, self._tensor_digests, self._digest = version, digests, digest
+            self._last, self._stamps = encoded, {}
         if (version - self._fork_version) % self._config.anchor_every == 0:
             anchor = encode_anchor(self._layout, state, zstd_level=self._config.zstd_level)
-            self._commit("anchor", anchor, version, digest, step)
+            self._commit("anchor", anchor, version, self._digest, step)
         self._channel.retain(self._config.keep_versions)
-        return self._report(encoded, started)
+        return self._report(self._last, started)
 
     def _commit(self, kind: str, encoded: Encoded, version: int, digest: str, step: int) -> None:
         chunks = tuple(Chunk(digest=self._channel.put_blob(c), size_bytes=len(c)) for c in encoded.chunks)
@@ -101,7 +109,7 @@ class WeightPublisher:
                 total_elements=sum(t.numel for t in self._layout.tensors),
                 learner_step=step,
                 fork_version=self._fork_version,
-                published_ms=time.time_ns() // 1_000_000,
+                published_ms=self._stamps.setdefault((kind, version), time.time_ns() // 1_000_000),
             )
         )
 
