@@ -11,14 +11,18 @@ Hub Redis (weights, permits, status):
     ab:{run}:manifest:E:V:KIND string   JSON manifest
     ab:{run}:layout:HASH       string   JSON layout
     ab:{run}:blob:DIGEST       string   payload chunk
-    ab:{run}:versions          zset     "E:V:KIND" by commit order, for retention
-    ab:{run}:permits           hash     next, limit, batch, max_age, epoch
+    ab:{run}:blobrefs          hash     DIGEST -> manifests that name it
+    ab:{run}:versions          zset     "E:V:KIND" by commit order (score E·2^32 + V), for retention
+    ab:{run}:permits           hash     next, limit, batch, max_age, total, epoch, version
     ab:{run}:leases            zset     group index -> lease expiry (Unix ms)
+    ab:{run}:holders           hash     group index -> producer whose lease it is
+    ab:{run}:takes             hash     producer -> its last take, "nonce index ...": a repeated call gets the same
     ab:{run}:returned          zset     group index to hand out again, by index
     ab:{run}:attempts          hash     group index -> times handed out beyond the first
-    ab:{run}:eval:E:V          hash     shard index -> JSON result, or lease "producer|expiry"
+    ab:{run}:eval:E:V          hash     shard index -> JSON result, or lease "expiry|producer"
     ab:{run}:eval              string   JSON {epoch, version, shards}: the evaluation wanted now
     ab:{run}:producers         hash     producer id -> JSON status (region, version served, tokens/s, ...)
+    ab:{run}:producers_seen    zset     producer id -> last report (Unix ms, the hub's clock)
     ab:{run}:learner           string   JSON status
     ab:{run}:run               hash     started_ms, finished (reason) — producers and recorder end when it is set
 """
@@ -65,6 +69,14 @@ class Keys:
     def manifest(self, epoch: int, version: int, kind: str) -> str:
         return self._key("manifest", epoch, version, kind)
 
+    @property
+    def manifest_prefix(self) -> str:
+        return self._key("manifest", "")
+
+    @property
+    def blob_references(self) -> str:
+        return self._key("blobrefs")
+
     def layout(self, layout_hash: str) -> str:
         return self._key("layout", layout_hash)
 
@@ -84,6 +96,14 @@ class Keys:
         return self._key("leases")
 
     @property
+    def holders(self) -> str:
+        return self._key("holders")
+
+    @property
+    def takes(self) -> str:
+        return self._key("takes")
+
+    @property
     def returned(self) -> str:
         return self._key("returned")
 
@@ -101,6 +121,10 @@ class Keys:
     @property
     def producers(self) -> str:
         return self._key("producers")
+
+    @property
+    def producers_seen(self) -> str:
+        return self._key("producers_seen")
 
     @property
     def learner(self) -> str:

@@ -36,9 +36,12 @@ class WeightChannel(Protocol):
         ...
 
     def commit(self, manifest: Manifest) -> None:
-        """Store `manifest` and move the head to it, atomically. Raises ManifestError if the head is of a newer
-        epoch or the same epoch at a higher version (a stale learner must not overwrite newer weights). A second kind
-        (anchor beside delta) for the head's own version is accepted."""
+        """Store `manifest` and move the head to it, atomically; the same manifest again changes nothing. A second kind
+        (anchor beside delta) for the head's own version is accepted.
+
+        Raises ManifestError if the head is of a newer epoch or the same epoch at a higher version, if a newer epoch
+        has been opened (a stale learner must not overwrite newer weights), if another manifest stands under that
+        version and kind, if its layout or a chunk is not stored, or if it is of another run."""
         ...
 
     def head(self) -> PolicyVersion | None: ...
@@ -50,8 +53,8 @@ class WeightChannel(Protocol):
     def newest_anchor(self, epoch: int, at_most_version: int) -> Manifest | None: ...
 
     def retain(self, keep_versions: int) -> int:
-        """Drop versions more than `keep_versions` behind the head, but never the newest anchor at or below that line nor
-        anything after it; returns how many manifests went."""
+        """Drop versions more than `keep_versions` behind the head (counted in committed versions, over epochs too), but
+        never the newest anchor at or below that line nor anything after it; returns how many manifests went."""
         ...
 
     def close(self) -> None: ...
