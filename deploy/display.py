@@ -8,21 +8,20 @@ Held by tests/unit/deploy/test_display.py.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Group, RenderableType
+from rich.console import Group, OverflowMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.deploy.glyphs import bar, duration, size, sparkline
 from anabranch.deploy.history import History
 from anabranch.schemas.metrics import LearnerStatus, ProducerStatus, StepRecord
 
-SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 STALE_S = 20.0  # a status older than this is an alarm: processes refresh theirs every few seconds
 _AGE_ROWS = 4
+_PRODUCER_ROWS = 10
 _GOOD, _WARN, _DIM, _HEAD = "bright_blue", "bold orange1", "dim", "bold"
 
 
@@ -58,14 +57,15 @@ def render(view: RunView, *, width: int = 100) -> RenderableType:
     return Group(
         _title(view, width),
         _progress(view, step, width),
-        _learner(view, step),
+        _learner(view),
+        _timing(view, step),
         _rewards(view, width),
         Text(""),
         _regions(view, step, width),
         Text(""),
         _ages(view, step, width),
-        _weights(step),
-        _health(step),
+        _weights(view, step),
+        _health(view, step),
         _processes(view, width),
         *_alarm_lines(view, step),
     )
@@ -85,56 +85,17 @@ def alarms(view: RunView) -> list[str]:
         if step.ess_token < 0.3:
             found.append(f"ESS {step.ess_token:.2f} is below 0.3: the batch is far off-policy")
         if not 0.5 <= step.ratio_mean <= 2:
-            found.append(f"mean ratio {step.ratio_mean:.2f} is outside 0.5–2")
+            found.append(f"mean ratio {step.ratio_mean:.2f} is outside 0.5 to 2")
         if (step.kl_k3_same_version or 0.0) > 1e-3:
             found.append(f"KL at age 0 is {step.kl_k3_same_version:.1e}, over 1e-3: engine and learner disagree")
         found += [f"dropped {count} group(s): {cause}" for cause, count in step.dropped.items() if count]
     return found
 
 
-def sparkline(
-    values: Sequence[float], width: int, *, low: float = 0.0, high: float = 1.0, ascii_only: bool = False
-) -> str:
-    """`values` as a line of at most `width` characters, means over equal stretches, clamped to [low, high]."""
-    if not values or width < 1:
-        return ""
-    marks = ASCII_SPARKS if ascii_only else SPARKS
-    columns = min(width, len(values))
-    means = [
-        statistics.fmean(values[i * len(values) // columns : (i + 1) * len(values) // columns]) for i in range(columns)
-    ]
-    scale = (len(marks) - 1) / ((high - low) or 1.0)
-    return "".join(marks[round(min(max(m - low, 0.0), high - low) * scale)] if math.isfinite(m) else "?" for m in means)
-
-
-def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
-    """`share` of `width` filled, the rest shown too, so that the sum is visible without colour."""
-    full = round(min(max(share, 0.0), 1.0) * width)
-    solid, empty = ("#", ".") if ascii_only else ("█", "░")
-    return solid * full + empty * (width - full)
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None or not math.isfinite(seconds):
-        return "–"
-    minutes, rest = divmod(int(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units: `61.2 kB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
 def _title(view: RunView, width: int) -> Text:
     left = Text.assemble(("anabranch ", _HEAD), (view.title, _HEAD))
     right = Text.assemble((f"{view.phase}  " if view.phase else "", _GOOD), (duration(view.elapsed_s), _DIM))
-    return _spread(left, right, width)
+    return _spread(view, left, right, width)
 
 
 def _progress(view: RunView, step: StepRecord | None, width: int) -> Text:
@@ -148,30 +109,34 @@ def _progress(view: RunView, step: StepRecord | None, width: int) -> Text:
     )
 
 
-def _learner(view: RunView, step: StepRecord | None) -> Text:
+def _learner(view: RunView) -> Text:
     status = view.learner
     waiting = (
         (f"waiting for {status.waiting_for}" if status.waiting_for else status.state) if status else "not seen yet"
     )
-    line = Text.assemble(("learner ", _DIM), (waiting, _GOOD), no_wrap=True, overflow="ellipsis")
-    if step:
-        share = step.wait_s / max(step.wait_s + step.step_s + step.publish_s + step.checkpoint_s, 1e-9)
-        line.append(
-            f"   last step: wait {step.wait_s:.2f} s ({share:.0%}), train {step.step_s:.2f} s, publish {step.publish_s:.2f} s",
-            _DIM,
-        )
-    return line
+    return Text.assemble(("learner ", _DIM), (waiting, _GOOD), no_wrap=True, overflow=_overflow(view))
+
+
+def _timing(view: RunView, step: StepRecord | None) -> Text:
+    line = Text.assemble(("timing  ", _DIM), no_wrap=True, overflow=_overflow(view))
+    if step is None:
+        return line.append("-")
+    whole = step.wait_s + step.step_s + step.publish_s + step.checkpoint_s
+    return line.append(
+        f"{whole:.2f} s a step: wait {step.wait_s:.2f} s ({step.wait_s / max(whole, 1e-9):.0%}), train {step.step_s:.2f} s, "
+        f"publish {step.publish_s:.2f} s, checkpoint {step.checkpoint_s:.2f} s"
+    )
 
 
 def _rewards(view: RunView, width: int) -> Text:
     rewards = [record.reward_mean for record in view.history.steps.values()]
     mean = statistics.fmean(rewards[-10:]) if rewards else None
-    left = Text.assemble(("reward ", _DIM), (f"{mean:.3f} " if mean is not None else "–     ", _HEAD))
+    left = Text.assemble(("reward ", _DIM), (f"{mean:.3f} " if mean is not None else "-     ", _HEAD))
     evaluation = view.history.evaluations
     right = "held-out " + (
         " -> ".join(f"{e.mean_reward:.3f} (v{e.version})" for e in [evaluation[0], *evaluation[1:][-1:]])
         if evaluation
-        else "–"
+        else "-"
     )
     room = width - left.cell_len - len(right) - 3
     left.append(f"{sparkline(rewards, room, ascii_only=view.ascii_only):<{max(room, 0)}} ", _GOOD)
@@ -188,37 +153,41 @@ def _regions(view: RunView, step: StepRecord | None, width: int) -> Table:
     table.add_column("behind", justify="right", no_wrap=True)
     table.add_column("pause", justify="right", no_wrap=True)
     table.add_column("to serve", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("state", no_wrap=True, overflow=_overflow(view), ratio=1)
     head = step.version if step else view.learner.version if view.learner else None
     by_region: dict[str, list[tuple[str, ProducerStatus]]] = {}
     for name, status in sorted(view.producers.items()):
         by_region.setdefault(status.region, []).append((name, status))
-    for region in sorted({*by_region, *(step.queue_depth if step else {})}) or ["–"]:
+    room = _PRODUCER_ROWS
+    for region in sorted({*by_region, *(step.queue_depth if step else {})}) or ["-"]:
         members = by_region.get(region, [])
         speed = (
             sum(s.tokens_per_s for _, s in members)
             if members
             else (step.tokens_per_s.get(region, 0.0) if step else 0.0)
         )
-        queue = str(step.queue_depth.get(region, "–")) if step else "–"
+        queue = str(step.queue_depth.get(region, "-")) if step else "-"
         first = (region, f"{speed:,.0f}", queue)
-        for name, status in members or [("–", None)]:
+        for name, status in (members or [("-", None)])[: max(room, 0)]:
             table.add_row(*first, *_producer_cells(name, status, head))
             first = ("", "", "")
+            room -= 1
+    if hidden := max(0, len(view.producers) - _PRODUCER_ROWS):
+        table.add_row("", "", "", f"{hidden} more producers")
     return table
 
 
 def _producer_cells(name: str, status: ProducerStatus | None, head: int | None) -> tuple[str, ...]:
     if status is None:
-        return (name, "–", "–", "–", "–", "not seen yet")
+        return (name, "-", "-", "-", "-", "not seen yet")
     version = status.policy.rpartition(".v")[2]
-    behind = str(max(0, head - int(version))) if version.isdigit() and head is not None else "–"
-    pause = f"{status.last_swap_pause_ms:.0f} ms" if status.swaps else "–"
-    serve = f"{status.publish_to_serve_ms / 1000:.2f} s" if status.swaps else "–"
+    behind = str(max(0, head - int(version))) if version.isdigit() and head is not None else "-"
+    pause = f"{status.last_swap_pause_ms:.0f} ms" if status.swaps else "-"
+    serve = f"{status.publish_to_serve_ms / 1000:.2f} s" if status.swaps else "-"
     state = (
         f"waiting for {status.waiting_for}" if status.waiting_for else f"{status.state}, {status.groups_running} groups"
     )
-    return (name, status.policy or "–", behind, pause, serve, state)
+    return (name, status.policy or "-", behind, pause, serve, state)
 
 
 def _ages(view: RunView, step: StepRecord | None, width: int) -> Text:
@@ -226,16 +195,16 @@ def _ages(view: RunView, step: StepRecord | None, width: int) -> Text:
     total = sum(counts.values())
     rows = [(str(age), counts.get(age, 0)) for age in range(_AGE_ROWS)]
     rows.append((f"{_AGE_ROWS}+", sum(n for age, n in counts.items() if age >= _AGE_ROWS)))
-    text = Text("age of tokens trained on (versions)", style=_DIM)
+    text = Text.assemble(("age of tokens trained on (versions)", _DIM))
     for label, count in rows:
         share = count / total if total else 0.0
-        text.append(f"\n  {label:>2} ", "none")
+        text.append(f"\n  {label:>2} ")
         text.append(bar(share, min(50, width - 24), ascii_only=view.ascii_only), _GOOD)
-        text.append(f" {share:4.0%} {count:>9,}", "none")
+        text.append(f" {share:4.0%} {count:>9,}")
     return text
 
 
-def _weights(step: StepRecord | None) -> Text:
+def _weights(view: RunView, step: StepRecord | None) -> Text:
     if step is None:
         return Text.assemble(("weights ", _DIM), "no update yet")
     share = step.delta_bytes / max(step.full_bytes, 1)
@@ -243,32 +212,36 @@ def _weights(step: StepRecord | None) -> Text:
         ("weights ", _DIM),
         f"delta {size(step.delta_bytes)} of {size(step.full_bytes)} full ({share:.1%}), {step.changed_fraction:.2%} of elements changed",
         no_wrap=True,
-        overflow="ellipsis",
+        overflow=_overflow(view),
     )
 
 
-def _health(step: StepRecord | None) -> Text:
+def _health(view: RunView, step: StepRecord | None) -> Text:
     if step is None:
-        return Text.assemble(("health  ", _DIM), "–")
-    same = f"{step.kl_k3_same_version:.1e}" if step.kl_k3_same_version is not None else "–"
+        return Text.assemble(("health  ", _DIM), "-")
+    same = f"{step.kl_k3_same_version:.1e}" if step.kl_k3_same_version is not None else "-"
     return Text.assemble(
         ("health  ", _DIM),
         f"ESS {step.ess_token:.2f}  ratio {step.ratio_mean:.3f} (max {step.ratio_max:.2f})  masked {step.masked_fraction:.1%}"
         f"  KL {step.kl_k3:.1e} (age 0: {same})  grad {step.grad_norm:.2f}",
         no_wrap=True,
-        overflow="ellipsis",
+        overflow=_overflow(view),
     )
 
 
 def _processes(view: RunView, width: int) -> Text:
-    text = Text.assemble(("process ", _DIM), no_wrap=True, overflow="ellipsis")
-    for child in view.children:
-        restarts = f" ({child.restarts} restarts)" if child.restarts else ""
-        text.append(
-            f"{child.name} {child.state}{restarts}  ", _WARN if child.state in ("backoff", "failed") else "none"
-        )
+    text = Text.assemble(("process ", _DIM), no_wrap=True, overflow=_overflow(view))
     if not view.children:
-        text.append("–")
+        return text.append("-")
+    running = sum(child.state == "running" for child in view.children)
+    restarts = sum(child.restarts for child in view.children)
+    text.append(f"{running} of {len(view.children)} running, {restarts} restarts")
+    for child in view.children:
+        if child.restarts or child.state not in ("running", "ended"):
+            times = f" {child.restarts}x" if child.restarts else ""
+            text.append(
+                f"  {child.name} {child.state}{times}", _WARN if child.state in ("backoff", "failed") else "none"
+            )
     return text
 
 
@@ -278,15 +251,19 @@ def _alarm_lines(view: RunView, step: StepRecord | None) -> list[Text]:
     if not found:
         return [Text.assemble(("alarms  ", _DIM), "none"), Text("")]
     more = f"  (+{len(found) - 2} more)" if len(found) > 2 else ""
-    lines = [Text(f"! alarm {found[0]}", style=_WARN, no_wrap=True, overflow="ellipsis")]
+    lines = [Text(f"! alarm {found[0]}", style=_WARN, no_wrap=True, overflow=_overflow(view))]
     lines.append(
-        Text(f"! alarm {found[1]}{more}", style=_WARN, no_wrap=True, overflow="ellipsis")
+        Text(f"! alarm {found[1]}{more}", style=_WARN, no_wrap=True, overflow=_overflow(view))
         if len(found) > 1
         else Text("")
     )
     return lines
 
 
-def _spread(left: Text, right: Text, width: int) -> Text:
+def _spread(view: RunView, left: Text, right: Text, width: int) -> Text:
     gap = max(1, width - left.cell_len - right.cell_len)
-    return Text.assemble(left, " " * gap, right, no_wrap=True, overflow="ellipsis")
+    return Text.assemble(left, " " * gap, right, no_wrap=True, overflow=_overflow(view))
+
+
+def _overflow(view: RunView) -> OverflowMethod:
+    return "crop" if view.ascii_only else "ellipsis"

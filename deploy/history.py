@@ -10,11 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from anabranch.schemas.metrics import AnyRecord, EvaluationRecord, NoteRecord, StepRecord
-
-_ADAPTER: TypeAdapter[StepRecord | EvaluationRecord | NoteRecord] = TypeAdapter(AnyRecord)
+from anabranch.schemas.metrics import EvaluationRecord, NoteRecord, StepRecord
+from anabranch.transport.metrics_log import parse_record
 
 
 @dataclass
@@ -74,24 +71,17 @@ class MetricsTail:
             return []
         self._offset += len(data)
         *lines, self._torn = (self._torn + data).split(b"\n")
-        records = [record for line in lines if line.strip() and (record := self._parse(line))]
-        for record in records:
-            self.history.add(record)
-        return records
-
-    def _parse(self, line: bytes) -> StepRecord | EvaluationRecord | NoteRecord | None:
-        """A writer that died in mid-line and came back leaves `half a record{"..."}`: take the whole one at the end."""
-        start = 0
-        while start >= 0:
-            try:
-                record = _ADAPTER.validate_json(line[start:])
-            except ValidationError:
-                start = line.find(b'{"', start + 1)
+        records = []
+        for line in lines:
+            if not line.strip():
+                continue
+            record = parse_record(line.decode("utf-8", "replace"))
+            if record is None:
+                self.history.unreadable_lines += 1
             else:
-                self.history.unreadable_lines += start > 0
-                return record
-        self.history.unreadable_lines += 1
-        return None
+                records.append(record)
+                self.history.add(record)
+        return records
 
 
 def read_history(path: Path) -> History:
