@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -66,6 +67,16 @@ class TaskPrompts:
         return list(encoded["input_ids"])
 
 
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer in `model_dir`, from disk only. Raises ConfigError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {model_dir} has no usable tokenizer: {error}") from error
+
+
 def produce(config: RunConfig, region: str) -> int:
     """Run one producer of `region` until the run is finished or a signal comes; returns the exit code."""
     if region not in config.regions:
@@ -94,7 +105,7 @@ def produce(config: RunConfig, region: str) -> int:
             poll_ms=config.producer.poll_ms,
             status=lambda: loop.status(),
         )
-        prompts = TaskPrompts(task, engine.tokenizer, config)
+        prompts = TaskPrompts(task, load_tokenizer(config.model.path), config)
         loop = RolloutLoop(engine, prompts, follower, link, outbox, config, producer=producer, region=region)
         follower.start()
         link.start()
