@@ -44,6 +44,10 @@ class CollectiveEngine:
     def layout(self) -> Layout:
         return self._engine.layout
 
+    @property
+    def model_dir(self) -> Path:
+        return self._engine.model_dir
+
     def learning_rate(self, step: int) -> float:
         return self._engine.learning_rate(step)
 

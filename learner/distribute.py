@@ -1,4 +1,4 @@
-"""Several ranks as one learner: rendezvous, and bytes from rank 0 to the others.
+"""Several ranks as one learner: which rank this is, rendezvous, and bytes from rank 0 to the others.
 
 Invariant: only rank 0 reads streams and channels; what the others need reaches them as bytes over
 torch.distributed (uint8 tensors, never pickled objects), and every wait ends at a deadline. Held by
@@ -55,3 +55,18 @@ def broadcast_bytes(data: bytes | None) -> bytes:
         buffer.copy_(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()))
     dist.broadcast(buffer, src=0)
     return buffer.numpy().tobytes()
+
+
+def rank_from_environment() -> tuple[int, int] | None:
+    """(rank, world size) if a launcher (`launch_ranks`, deepspeed, torchrun) started this process, else None.
+
+    Raises:
+        ConfigError: RANK or WORLD_SIZE is not a number, or only one of them is set.
+    """
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and world_size is None:
+        return None
+    try:
+        return int(rank or ""), int(world_size or "")
+    except ValueError:
+        raise ConfigError(f"RANK={rank} and WORLD_SIZE={world_size} do not name a rank") from None

@@ -8,29 +8,31 @@ tests/e2e/test_learner_engine.py.
 
 from __future__ import annotations
 
+import json
 import math
-import random
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from anabranch.kernels.diagnostics import DiagnosticSums
-from anabranch.learner import deepspeed_shim
+from anabranch.learner import deepspeed_shim, random_state
 from anabranch.learner.batch import TrainBatch
+from anabranch.learner.checkpoint import read_json
 from anabranch.learner.deepspeed_config import deepspeed_json, uses_master_weights
+from anabranch.learner.deepspeed_files import read_as_data
 from anabranch.learner.distribute import init_ranks
 from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
 from anabranch.learner.quiet import import_deepspeed, quiet, without_deprecations
+from anabranch.learner.random_state import seed_everything
 from anabranch.learner.step import MicroBatch, StepOutput, StepPlan, plan_step
 from anabranch.learner.weights import PublishedWeights
 from anabranch.schemas.config import CorrectionSection, LearnerSection
-from anabranch.schemas.errors import AnabranchError, ConfigError
+from anabranch.schemas.errors import AnabranchError, CheckpointError, ConfigError
 from anabranch.schemas.layout import Layout
 
+DEEPSPEED_FOLDER = "deepspeed"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -67,11 +69,14 @@ class LearnerEngine:
         """
         if correction.aggregation == "constant" and max_tokens is None:
             raise ConfigError("correction.aggregation = constant needs the longest completion (sampling.max_tokens)")
+        if learner.world_size != world_size:
+            raise ConfigError(f"learner.world_size = {learner.world_size}, but {world_size} ranks were started")
         masters = uses_master_weights(learner)
         settings = deepspeed_json(learner)
         self._learner, self._correction = learner, correction
         self._max_tokens = max_tokens
         self._rank, self._world_size = rank, world_size
+        self.model_dir = model_dir
         self.step = 0
 
         if learner.device == "cpu":
@@ -96,12 +101,13 @@ class LearnerEngine:
             self._engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=list(module.parameters()), config=settings
             )
+        read_as_data(self._engine)
         self._clipper = None
         if learner.zero_stage == 0:
             self._clipper = _Clipper(self._engine.optimizer, learner.grad_clip)
         self._device = torch.device(self._engine.device)
 
-    @cached_property
+    @property
     def layout(self) -> Layout:
         """Names, dtypes and shapes of `state_bits`; on every rank."""
         return self._weights.layout
@@ -155,6 +161,52 @@ class LearnerEngine:
         with without_deprecations():
             return self._weights.bits(on_this_rank=self._rank == 0)
 
+    def save(self, directory: Path, client_state: dict[str, Any]) -> None:
+        """Write everything a bit-equal continuation needs to `directory`, which must be new (all ranks see it).
+
+        The weights and optimizer state are DeepSpeed's files; the rest is JSON. Use `CheckpointStore`, which makes
+        it atomic and durable.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        with quiet():
+            self._engine.save_checkpoint(str(directory), tag=DEEPSPEED_FOLDER, save_latest=False)
+        (directory / f"rng-{self._rank}.json").write_text(json.dumps(random_state.capture()))
+        if self._rank == 0:
+            for script in directory.glob("*.py"):
+                script.unlink()  # DeepSpeed adds conversion scripts; ours is `CheckpointStore.export`
+            (directory / "engine.json").write_text(json.dumps({"step": self.step} | self._identity()))
+            (directory / "client.json").write_text(json.dumps(client_state))
+        torch.distributed.barrier()
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Restore what `save` wrote; returns its `client_state`. Call it on a new engine.
+
+        Raises:
+            CheckpointError: written by another number of ranks, stage or dtype; or a file cannot be read.
+        """
+        saved = read_json(directory / "engine.json")
+        for key, ours in self._identity().items():
+            if saved.get(key) != ours:
+                raise CheckpointError(f"{directory} was written with {key} = {saved.get(key)}; this learner has {ours}")
+        with quiet():
+            path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED_FOLDER)
+        if path is None:
+            raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
+        random_state.restore(read_json(directory / f"rng-{self._rank}.json"))
+        self.step = int(saved["step"])
+        client_state: dict[str, Any] = read_json(directory / "client.json")
+        return client_state
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with the engine that loads it."""
+        learner = self._learner
+        return {
+            "world_size": self._world_size,
+            "zero_stage": learner.zero_stage,
+            "dtype": learner.dtype,
+            "compute_dtype": learner.compute_dtype or learner.dtype,
+        }
+
     def _sum_over_ranks(self, sums: DiagnosticSums) -> None:
         if self._world_size > 1:
             torch.distributed.all_reduce(sums.sums)
@@ -173,13 +225,6 @@ class _Clipper:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_norm))
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _which(batch: TrainBatch) -> str:

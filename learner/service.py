@@ -11,9 +11,10 @@ import structlog
 from anabranch.consumers.reader import Reader
 from anabranch.learner.checkpoint import CheckpointStore
 from anabranch.learner.collective import CollectiveEngine, follow
-from anabranch.learner.distribute import launch_ranks, rank_from_environment
+from anabranch.learner.distribute import rank_from_environment
 from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.feed import Feed
+from anabranch.learner.launch import launch_ranks
 from anabranch.learner.loop import LearnerLoop
 from anabranch.schemas.config import RunConfig, dump_toml
 from anabranch.schemas.keys import LEARNER_GROUP

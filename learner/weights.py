@@ -8,7 +8,6 @@ tests/unit/learner/test_weights.py.
 from __future__ import annotations
 
 import json
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ _BITS: dict[torch.dtype, tuple[str, torch.dtype, type[np.unsignedinteger[Any]]]]
     torch.float16: ("f16", torch.int16, np.uint16),
     torch.float32: ("f32", torch.int32, np.uint32),
 }
+_TORCH = {name: dtype for dtype, (name, _, _) in _BITS.items()}
+_SIGNED = {"bf16": np.int16, "f16": np.int16, "f32": np.int32}
 
 
 class PublishedWeights:
@@ -39,13 +40,9 @@ class PublishedWeights:
         live = lm.state_dict(keep_vars=True)
         self._lm, self._stored = lm, stored
         self._live: dict[str, Tensor] = {name: live[name] for name in kept}
-        self._layout = Layout.build(
+        self.layout = Layout.build(
             (name, _layout_dtype(name, tensor), tuple(tensor.shape)) for name, tensor in self._split(kept).items()
         )
-
-    @cached_property
-    def layout(self) -> Layout:
-        return self._layout
 
     @torch.no_grad()
     def tensors(self, *, on_this_rank: bool = True) -> dict[str, Tensor]:
@@ -68,20 +65,6 @@ class PublishedWeights:
         """`tensors` as flat unsigned integers."""
         return {name: tensor_bits(t) for name, t in self.tensors(on_this_rank=on_this_rank).items()}
 
-    def export(self, directory: Path, tensors: dict[str, Tensor], *, source: Path) -> None:
-        """Write `tensors` as a Hugging Face folder: config and tokenizer from `source`, one safetensors file."""
-        from safetensors.torch import save_file
-
-        directory.mkdir(parents=True, exist_ok=True)
-        for file in sorted(source.iterdir()):
-            if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
-                (directory / file.name).write_bytes(file.read_bytes())
-        config = json.loads((directory / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(self._stored).removeprefix("torch.")
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
     def _copy(self, tensor: Tensor) -> Tensor:
         copied = tensor.detach().to("cpu", copy=True)
         return copied.to(self._stored) if copied.is_floating_point() else copied
@@ -97,6 +80,29 @@ def tensor_bits(tensor: Tensor) -> NDArray[Any]:
     """Flat view of `tensor` (CPU, contiguous) as unsigned integers of the same width."""
     _, signed, unsigned = _BITS[tensor.dtype]
     return tensor.view(signed).numpy().reshape(-1).view(unsigned)
+
+
+def export_hf(directory: Path, layout: Layout, bits: dict[str, NDArray[Any]], *, source: Path) -> None:
+    """Write a Hugging Face folder: configuration and tokenizer from `source`, weights from `bits` (as `PublishedWeights.
+    bits` gives them), one safetensors file."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
+            (directory / file.name).write_bytes(file.read_bytes())
+    tensors = {
+        spec.name: torch.from_numpy(bits[spec.name].view(_SIGNED[spec.dtype]))
+        .view(_TORCH[spec.dtype])
+        .reshape(spec.shape)
+        for spec in layout.tensors
+    }
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in tensors.values()}
+    config["dtype"] = dtypes.pop() if len(dtypes) == 1 else config.get("dtype", "float32")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _layout_dtype(name: str, tensor: Tensor) -> str:
