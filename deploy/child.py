@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from anabranch.deploy.cleanup import Cleanup
+from anabranch.deploy.notify import NotifySocket
 from anabranch.schemas.errors import EXIT_CONFIG, EXIT_USAGE
 from anabranch.transport.runtime import die_with_parent
 
@@ -52,7 +53,8 @@ class Restart(StrEnum):
 class ChildSpec:
     """`env` is added to the supervisor's common environment. `completes_run`: its exit 0 is the end of the run.
     `ends_itself`: given time to end by itself after that. Lower `stop_order` is stopped first. Standard output goes
-    to `stdout` where given, else to the log with standard error."""
+    to `stdout` where given, else to the log with standard error. A child that has sent sd_notify messages and then sends
+    none for `watchdog_s` is killed and restarted."""
 
     name: str
     argv: tuple[str, ...]
@@ -62,6 +64,7 @@ class ChildSpec:
     ends_itself: bool = False
     stop_order: int = 0
     stdout: Path | None = None
+    watchdog_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,14 @@ class Child:
         self.restarts = 0
         self.exit_code: int | None = None  # of the latest exit; −N: killed by signal N
         self.reason = ""  # why it is FAILED
-        self._environment = {**environment, **spec.env, **cleanup.environment}
+        self._notify = NotifySocket(f"anabranch-{cleanup.estate.token}-{spec.name}")
+        self._environment = {
+            **environment, **spec.env, **cleanup.environment, "NOTIFY_SOCKET": self._notify.address
+        }  # fmt: skip
         self._cleanup = cleanup
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
+        self._hung_s = 0.0
         self._log_start = 0
         self._restart_times: deque[float] = deque()
         self._due = 0.0
@@ -109,6 +116,8 @@ class Child:
 
     def start(self) -> None:
         """Must be called in the main thread: the kernel ties the death signal to the thread that forked."""
+        self._notify.restarted()
+        self._hung_s = 0.0
         with contextlib.ExitStack() as files:
             log = files.enter_context(self.log.open("ab"))
             self._log_start = log.tell()
@@ -140,6 +149,8 @@ class Child:
                 self.state = ChildState.STOPPED
             else:
                 self._decide(code)
+        elif self.state is ChildState.RUNNING:
+            self._watch()
 
     def terminate(self) -> None:
         """SIGTERM to the leader, which knows how to end its own children."""
@@ -183,22 +194,40 @@ class Child:
         self._process = None
         return process.wait()
 
+    def _watch(self) -> None:
+        self._notify.receive()
+        silent_s = self._notify.silent_s
+        if self.spec.watchdog_s is None or silent_s is None or silent_s <= self.spec.watchdog_s or self._hung_s:
+            return
+        self._hung_s = silent_s
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Release the notification socket; the child must be gone."""
+        self._notify.close()
+
+    @property
+    def last_exit(self) -> str:
+        """Words for the latest exit, "" before the first."""
+        if self.exit_code is None:
+            return ""
+        return f"hung for {self._hung_s:.0f} s, killed" if self._hung_s else describe_exit(self.exit_code)
+
     def _decide(self, code: int) -> None:
         if code == 0 and self.spec.restart is not Restart.ALWAYS:
             self.state = ChildState.ENDED
         elif code in NEVER_RESTART:
-            self._fail(f"{describe_exit(code)}; restarting would not help")
+            self._fail(f"{self.last_exit}; restarting would not help")
         elif self.spec.restart is Restart.NEVER:
-            self._fail(describe_exit(code))
+            self._fail(self.last_exit)
         else:
             now = time.monotonic()
             while self._restart_times and now - self._restart_times[0] > self._limits.window_s:
                 self._restart_times.popleft()
             recent = len(self._restart_times)
             if recent >= self._limits.budget:
-                self._fail(
-                    f"{describe_exit(code)}, and {recent} restarts within {self._limits.window_s:.0f} s did not help"
-                )
+                self._fail(f"{self.last_exit}, and {recent} restarts within {self._limits.window_s:.0f} s did not help")
                 return
             self._restart_times.append(now)
             self._due = now + min(self._limits.backoff_cap_s, self._limits.backoff_s * 2**recent)

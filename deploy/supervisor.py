@@ -65,6 +65,7 @@ class Supervisor:
         limits: restart budget and backoff.
         stop_deadline_s: from SIGTERM to SIGKILL.
         finish_grace_s: how long children with `ends_itself` may take after the run is complete.
+        between: called once while stopping, after the children of the lowest stop order and before the others.
         tick: called about every `tick_s`, also while stopping; must not block for long.
         hold_fds: descriptors that the janitor keeps open too.
     """
@@ -77,6 +78,7 @@ class Supervisor:
         limits: RestartLimits | None = None,
         stop_deadline_s: float = 20.0,
         finish_grace_s: float = 20.0,
+        between: Callable[[], None] | None = None,
         tick: Callable[[], None] | None = None,
         tick_s: float = 0.1,
         hold_fds: Sequence[int] = (),
@@ -90,6 +92,7 @@ class Supervisor:
         self._stop_deadline_s = stop_deadline_s
         self._finish_grace_s = finish_grace_s
         self._tick_s = tick_s
+        self._between = between
         self._hold_fds = hold_fds
         self._signals: list[int] = []
         self._signalled_at = -math.inf
@@ -111,10 +114,12 @@ class Supervisor:
     ) -> None:
         try:
             if self.state is not State.OVER:
-                self.tick = None  # it may be what failed
+                self.tick = self._between = None  # one of them may be what failed
                 self._bring_down(grace_s=0.0, term_s=self._stop_deadline_s if kind is None else 5.0)
         finally:
             self.cleanup.close()
+            for child in self.children:
+                child.close()
             self._restore_signals()
 
     @property
@@ -210,6 +215,9 @@ class Supervisor:
             for child in batch:
                 child.kill()
             self._wait(batch, 10.0, stubborn=True)
+            if self._between is not None:
+                between, self._between = self._between, None
+                between()
         self.state = State.OVER
 
     def _wait(self, batch: Sequence[Child], seconds: float, *, end: bool = True, stubborn: bool = False) -> None:

@@ -153,6 +153,9 @@ def test_a_program_that_does_not_exist_is_one_clear_line(tmp_path: Path) -> None
 def test_what_a_failed_child_had_started_dies_before_it_is_started_again(tmp_path: Path) -> None:
     code = """
         import os, subprocess, sys, time
+        before = open(sys.argv[1]).read().split() if os.path.exists(sys.argv[1]) else []
+        if any(os.path.exists(f"/proc/{pid}") and " Z " not in open(f"/proc/{pid}/stat").read() for pid in before):
+            sys.exit(78)
         child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
         with open(sys.argv[1], "a") as file: file.write(f"{child.pid}\\n")
         sys.exit(1)
@@ -160,9 +163,8 @@ def test_what_a_failed_child_had_started_dies_before_it_is_started_again(tmp_pat
     pids = tmp_path / "pids"
     outcome, _ = run(tmp_path, ChildSpec("worker", python(code, str(pids))))
     assert outcome.end is End.FAILED
-    grandchildren = [int(word) for word in pids.read_text().split()]
-    assert len(grandchildren) == 3
-    wait_for(lambda: not any(alive(pid) for pid in grandchildren), "grandchildren to die", 2)
+    assert outcome.exit_code == 1, "a grandchild was alive when its parent was started again"
+    assert len(pids.read_text().split()) == 3
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_deadline(tmp_path: Path) -> None:
@@ -188,6 +190,27 @@ def test_a_grandchild_that_left_the_group_is_found(tmp_path: Path) -> None:
     """
     run(tmp_path, ChildSpec("main", python(code), completes_run=True))
     assert not alive(int((tmp_path / "logs/main.log").read_text()))
+
+
+def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    code = """
+        import os, socket, sys, time
+        if os.path.exists(sys.argv[1]): sys.exit(0)
+        open(sys.argv[1], "w").close()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        sock.sendto(b"READY=1", chr(0) + os.environ["NOTIFY_SOCKET"][1:])
+        time.sleep(600)
+    """
+    exits: list[str] = []
+    outcome, supervisor = run(
+        tmp_path,
+        ChildSpec("main", python(code, str(tmp_path / "hung")), completes_run=True, watchdog_s=0.3),
+        ChildSpec("never notifies", SLEEP, watchdog_s=0.3),
+        during=lambda s: exits.append(s.children[0].last_exit),
+    )
+    assert outcome.end is End.COMPLETED
+    assert [child.restarts for child in supervisor.children] == [1, 0]
+    assert "hung for 0 s, killed" in exits
 
 
 def test_a_killed_janitor_is_replaced(tmp_path: Path) -> None:
@@ -289,6 +312,13 @@ def test_kill_9_of_the_supervisor_leaves_no_process_port_or_folder(host: Host) -
     host.assert_nothing_is_left()
 
 
+def test_children_die_with_the_supervisor_even_if_the_janitor_died_with_it(host: Host) -> None:
+    os.kill(host.facts["janitor"], signal.SIGKILL)
+    os.kill(host.process.pid, signal.SIGKILL)
+    host.process.wait()
+    wait_for(lambda: not any(alive(pid) for pid in host.facts["children"]), "the children to die", 3)
+
+
 def test_no_child_inherits_the_janitors_pipe_or_anything_else(host: Host) -> None:
     assert sorted(host.deaf["fds"]) == ["0", "1", "2"]
 
@@ -307,6 +337,22 @@ def test_a_second_ctrl_c_kills_at_once(host: Host) -> None:
     os.kill(host.process.pid, signal.SIGINT)
     assert host.process.wait(timeout=10) == 130
     host.assert_nothing_is_left()
+
+
+def test_something_can_be_done_when_clients_are_gone_and_servers_are_not(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    supervisor = Supervisor(
+        tmp_path / "logs",
+        environment=ENVIRONMENT,
+        between=lambda: seen.append([child.spec.name for child in supervisor.children if child.alive]),
+        tick_s=0.02,
+    )
+    with supervisor:
+        supervisor.add(ChildSpec("server", SLEEP, stop_order=1))
+        supervisor.add(ChildSpec("client", SLEEP))
+        supervisor.add(ChildSpec("main", python(""), completes_run=True))
+        supervisor.run()
+    assert seen == [["server"]]
 
 
 def test_an_exception_in_the_tick_still_cleans_up(tmp_path: Path) -> None:
