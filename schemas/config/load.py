@@ -25,6 +25,7 @@ def load_config(
     toml_text: str = "",
     *,
     source: str = "configuration",
+    beneath: str = "",
     environ: Mapping[str, str] | None = None,
     overrides: Iterable[str] = (),
 ) -> RunConfig:
@@ -32,6 +33,7 @@ def load_config(
 
     Args:
         toml_text: content of a TOML file; `source` names it in errors.
+        beneath: TOML text whose keys `toml_text` overrides one by one (a preset).
         environ: variables such as `ANABRANCH__LEARNER__LR=1e-4` (others are ignored).
         overrides: `a.b=c` strings; values are TOML (`1e-4`, `true`, `[0.9, 0.95]`), anything else is a string.
 
@@ -39,10 +41,7 @@ def load_config(
         ConfigError: bad TOML, unknown key, wrong type, contradictory values.
         UnsafeSamplingError: sampling settings that would falsify the recorded log-probs.
     """
-    try:
-        tree: dict[str, Any] = tomllib.loads(toml_text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from error
+    tree = _lay_over(_parse(beneath, "the preset"), _parse(toml_text, source))
     for name, value in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX):
             _put(tree, name[len(ENV_PREFIX) :].lower().split("__"), _value(value), f"environment variable {name}")
@@ -72,6 +71,21 @@ def dump_toml(config: RunConfig) -> str:
     lines: list[str] = []
     _toml_table(dump_json(config), (), lines)
     return "\n".join(lines).strip() + "\n"
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from error
+
+
+def _lay_over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(lower)
+    for key, value in upper.items():
+        below = merged.get(key)
+        merged[key] = _lay_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _value(text: str) -> Any:
