@@ -46,12 +46,14 @@ class Permits(Protocol):
         ...
 
     def advance(self, version: int) -> None:
-        """Learner: version v is published; raises the limit to min((S + v + 1)·B, total)."""
+        """Learner: version v is published; raises the limit to min((S + v + 1)·B, total). Raises TemporaryError when no
+        epoch is open (the hub lost its data)."""
         ...
 
     def reset(
         self, *, epoch: int, version: int, batch: int, max_age: int, total: int, accepted: Collection[int]
     ) -> None:
         """Learner, at start: open the epoch at `version`. `accepted` are the indices trained before the checkpoint or
-        still waiting in a stream; every other index ever handed out and not leased now is returned. Atomic."""
+        still waiting in a stream; every other index ever handed out and not leased now is returned (and waits while
+        it is at or above the new limit). Atomic. Raises ConfigError when a newer epoch is open."""
         ...
