@@ -12,8 +12,9 @@ import redis
 
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.keys import Keys
-from anabranch.transport.boards import EvaluationBoard, RedisEvaluationBoard, RedisRunBoard, RunBoard
+from anabranch.transport.boards import EvaluationBoard, RunBoard
 from anabranch.transport.permits import Permits
+from anabranch.transport.redis_boards import RedisEvaluationBoard, RedisRunBoard
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
