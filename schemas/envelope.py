@@ -57,6 +57,8 @@ def open_envelope(fields: Mapping[bytes, bytes], *, max_entry_bytes: int) -> Env
         checksum = fields[b"xxh3"].decode("ascii")
     except (KeyError, ValueError) as error:
         raise EnvelopeError(f"entry lacks a readable field: {error}") from error
+    if seq < 0 or group < 0:
+        raise EnvelopeError(f"entry {producer}/{seq} is of group {group}: a negative number")
     if len(payload) > max_entry_bytes:
         raise EnvelopeError(f"entry of {len(payload)} bytes is over the limit of {max_entry_bytes}")
     if len(payload) != size:

@@ -24,7 +24,7 @@ says what happened, where, and what to do; it never contains a secret (`redact_u
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit, urlunsplit
+import re
 
 EXIT_OK = 0
 EXIT_USAGE = 2
@@ -32,6 +32,7 @@ EXIT_INTERNAL = 70
 EXIT_TEMPORARY = 75
 EXIT_PROTOCOL = 76
 EXIT_CONFIG = 78
+_QUERY_PASSWORD = re.compile(r"(?i)(password=)[^&#\s]*")
 
 
 class AnabranchError(Exception):
@@ -105,13 +106,14 @@ class CheckpointError(AnabranchError, RuntimeError):
 
 
 def redact_url(url: str) -> str:
-    """`url` with its password replaced by `***`, fit for logs, errors and files."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.hostname or ""
-    if ":" in host:
-        host = f"[{host}]"
-    port = f":{parts.port}" if parts.port else ""
-    netloc = f"{parts.username or ''}:***@{host}{port}"
-    return urlunsplit((parts.scheme, netloc, parts.path, parts.query, parts.fragment))
+    """`url` with its password replaced by `***`, fit for logs, errors and files.
+
+    Works on text that is no valid URL too (no scheme, a bad port, a password that is not percent-encoded): all between
+    the user's colon and the last @ is hidden, and so is a `password=` in the query.
+    """
+    head, at, tail = url.rpartition("@")
+    scheme, slashes, userinfo = head.partition("://") if "://" in head else ("", "", head)
+    user, colon, _ = userinfo.partition(":")
+    if at and colon:
+        head = f"{scheme}{slashes}{user}:***"
+    return _QUERY_PASSWORD.sub(r"\1***", head + at + tail)

@@ -23,6 +23,7 @@ DTYPE_BYTES = {
     "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
 }  # fmt: skip
 MAX_TENSORS = 1_000_000
+MAX_MIRROR_BYTES = 2**46  # 64 TiB: no model, but a number that is safe to compute with
 ALIGNMENT_BYTES = 64  # each tensor starts on a cache line of the mirror
 
 
@@ -55,10 +56,10 @@ class Layout:
         """Lay out `(name, dtype, shape)` triples. Raises ManifestError on a duplicate name or bad dtype/shape."""
         tensors: list[TensorSpec] = []
         offset = 0
-        for name, dtype, shape in sorted(specs):
+        for name, dtype, shape in sorted(specs, key=lambda spec: spec[0]):
             if dtype not in DTYPE_BYTES:
                 raise ManifestError(f"tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-            if any(not isinstance(n, int) or n < 0 for n in shape):
+            if any(type(n) is not int or n < 0 for n in shape):  # a bool is an int too
                 raise ManifestError(f"tensor {name!r} has shape {shape}")
             if tensors and tensors[-1].name == name:
                 raise ManifestError(f"tensor {name!r} appears twice in the layout")
@@ -67,6 +68,8 @@ class Layout:
             offset += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if len(tensors) > MAX_TENSORS:
             raise ManifestError(f"{len(tensors)} tensors; the limit is {MAX_TENSORS}")
+        if offset > MAX_MIRROR_BYTES:
+            raise ManifestError(f"a layout of {offset} bytes; the limit is {MAX_MIRROR_BYTES}")
         return cls(tuple(tensors))
 
     @cached_property
@@ -94,7 +97,7 @@ class Layout:
         try:
             rows: Any = json.loads(text)
             specs = [(str(name), str(dtype), tuple(shape)) for name, dtype, shape in rows]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ManifestError(f"layout is not a JSON list of [name, dtype, shape]: {error}") from error
         return cls.build(specs)
 

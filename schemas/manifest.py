@@ -47,10 +47,10 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _bound_to_its_base(self) -> Self:
-        has_base = self.base_version is not None and self.base_digest is not None
-        if (self.kind == "delta") != has_base:
+        is_delta = self.kind == "delta"
+        if is_delta != (self.base_version is not None) or is_delta != (self.base_digest is not None):
             raise ValueError(
-                f"kind {self.kind} {'needs' if self.kind == 'delta' else 'must not have'} base_version and base_digest"
+                f"kind {self.kind} {'needs' if is_delta else 'must not have'} base_version and base_digest"
             )
         if self.base_version is not None and self.base_version >= self.version:
             raise ValueError(f"delta goes from version {self.base_version} to {self.version}")

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    """Numbers gone wrong travel as the strings "NaN" and "Infinity", which JSON has no numbers for."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
     time_ms: int = Field(description="Unix time")
 
 

@@ -161,9 +161,19 @@ def read_batch(payload: bytes | memoryview) -> pa.RecordBatch:
     for ours, theirs in zip(SCHEMA, batch.schema, strict=True):
         if ours.type != theirs.type:
             raise TrajectoryError(f"column {ours.name} has type {theirs.type}; expected {ours.type}")
-    if batch.num_rows == 0 or any(column.null_count for column in batch.columns):
+    if batch.num_rows == 0 or any(_has_nulls(column) for column in batch.columns):
         raise TrajectoryError("a trajectory batch has no rows, or nulls in it")
     return batch
+
+
+def _has_nulls(column: pa.Array) -> bool:
+    """Whether there are nulls in `column` or, for a nested type, inside its values."""
+    if column.null_count:
+        return True
+    if pa.types.is_nested(column.type):
+        inner = column.flatten()
+        return any(map(_has_nulls, inner if isinstance(inner, list) else [inner]))
+    return False
 
 
 def decode_group(payload: bytes | memoryview) -> Group:
@@ -175,14 +185,17 @@ def decode_group(payload: bytes | memoryview) -> Group:
     batch = read_batch(payload)
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     n = batch.num_rows
-    for name in ("run", "region", "producer", "group_index", "attempt"):
+    for name in ("run", "region", "producer", "group_index", "attempt", "prompt_text", "answer"):
         if n > 1 and len(column[name].unique()) != 1:
             raise TrajectoryError(f"one entry mixes several values of {name}")
+    prompts = column["prompt_token_ids"]
+    if any(prompts[i] != prompts[0] for i in range(1, n)):
+        raise TrajectoryError("one entry mixes several values of prompt_token_ids")
     plain = {k: column[k].to_pylist() for k in SCHEMA.names if k not in ("prompt_token_ids", "token_ids", "logprobs")}
     group = Group(
         run=plain["run"][0], region=plain["region"][0], producer=plain["producer"][0],
         group_index=plain["group_index"][0], attempt=plain["attempt"][0],
-        prompt_token_ids=column["prompt_token_ids"][0].values.to_numpy(),
+        prompt_token_ids=prompts[0].values.to_numpy(),
         prompt_text=plain["prompt_text"][0], answer=plain["answer"][0],
         rollouts=tuple(
             Rollout(
@@ -208,12 +221,17 @@ def _check(group: Group, rollout: Rollout) -> None:
     tokens = len(rollout.token_ids)
     if tokens == 0 or len(group.prompt_token_ids) == 0:
         raise TrajectoryError(f"{where}: empty prompt or completion")
+    lowest_id = min(int(np.min(group.prompt_token_ids)), int(np.min(rollout.token_ids)))
+    if min(lowest_id, group.group_index, rollout.sample_index) < 0:
+        raise TrajectoryError(f"{where}: a negative token id or index")
     if len(rollout.logprobs) != tokens:
         raise TrajectoryError(f"{where}: {tokens} tokens but {len(rollout.logprobs)} log-probs")
     if not np.isfinite(rollout.logprobs).all() or (np.asarray(rollout.logprobs) > 1e-3).any():
         raise TrajectoryError(f"{where}: a log-prob is not finite or is above 0")
     if not math.isfinite(rollout.reward):
         raise TrajectoryError(f"{where}: the reward is {rollout.reward}")
+    if any(s.policy.epoch < 0 or s.policy.version < 0 for s in rollout.spans):
+        raise TrajectoryError(f"{where}: a negative policy version")
     starts = [s.start for s in rollout.spans]
     ordered = all(a < b for a, b in itertools.pairwise(starts))
     if not starts or starts[0] != 0 or not ordered or starts[-1] >= tokens:

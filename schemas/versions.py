@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from anabranch.schemas.errors import TrajectoryError
 
-_TAG = re.compile(r"e(\d{1,9})\.v(\d{1,15})\Z")
+_TAG = re.compile(r"e([0-9]{1,9})\.v([0-9]{1,15})\Z")
 
 
 @dataclass(frozen=True, slots=True, order=True)
