@@ -7,10 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from hypothesis import settings
 
 from anabranch.schemas.keys import Keys
 from anabranch.transport.embedded_valkey import EmbeddedValkey
 from anabranch.transport.redis_client import connect
+
+# How long one example takes says more about the machine's load than about the code; pytest-timeout bounds the test.
+settings.register_profile("anabranch", deadline=None)
+settings.load_profile("anabranch")
 
 _numbers = itertools.count()
 

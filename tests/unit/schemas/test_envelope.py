@@ -1,0 +1,91 @@
+"""Whatever happens to an entry on its way, `open_envelope` returns the sealed payload or an error by name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.schemas.envelope import Envelope, open_envelope
+from anabranch.schemas.errors import EnvelopeError, SchemaVersionError, WireError
+
+LIMIT = 1000
+ENVELOPES = st.builds(Envelope, st.text(), st.integers(0, 2**62), st.integers(0, 2**62), st.binary(max_size=LIMIT))
+
+
+def wire(envelope: Envelope) -> dict[bytes, bytes]:
+    """The fields as Redis hands them back."""
+    return {name.encode(): value for name, value in envelope.seal().items()}
+
+
+def sealed() -> dict[bytes, bytes]:
+    return wire(Envelope("east-1", 7, 42, b"payload"))
+
+
+@given(ENVELOPES)
+def test_round_trip(envelope: Envelope) -> None:
+    assert open_envelope(wire(envelope), max_entry_bytes=LIMIT) == envelope
+
+
+@given(ENVELOPES, st.data())
+def test_a_flipped_payload_bit_is_noticed(envelope: Envelope, data: st.DataObject) -> None:
+    fields = wire(envelope)
+    payload = bytearray(fields[b"payload"])
+    if not payload:
+        return
+    payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(EnvelopeError, match="checksum mismatch"):
+        open_envelope({**fields, b"payload": bytes(payload)}, max_entry_bytes=LIMIT)
+
+
+@given(ENVELOPES, st.data())
+def test_mutated_fields_never_crash_and_never_change_the_payload(envelope: Envelope, data: st.DataObject) -> None:
+    fields = wire(envelope)
+    for name in data.draw(st.lists(st.sampled_from(sorted(fields)), max_size=3)):
+        if data.draw(st.booleans()):
+            fields.pop(name, None)
+        else:
+            fields[name] = data.draw(st.binary(max_size=40))
+    try:
+        opened = open_envelope(fields, max_entry_bytes=LIMIT)
+    except WireError:
+        return
+    assert opened.payload == envelope.payload
+
+
+@pytest.mark.parametrize("name", ["producer", "seq", "group", "size", "xxh3", "payload"])
+def test_a_missing_field_is_named(name: str) -> None:
+    fields = sealed()
+    del fields[name.encode()]
+    with pytest.raises(EnvelopeError, match=name):
+        open_envelope(fields, max_entry_bytes=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seq", b"-1"), ("group", b"-1"), ("seq", b"1.5"), ("group", b"9" * 5000), ("seq", b""), ("producer", b"\xff")],
+)
+def test_unreadable_fields_are_refused(field: str, value: bytes) -> None:
+    with pytest.raises(EnvelopeError):
+        open_envelope({**sealed(), field.encode(): value}, max_entry_bytes=LIMIT)
+
+
+@pytest.mark.parametrize("version", [b"2", b"", b"\xff", b"01"])
+def test_another_version_is_refused_by_name(version: bytes) -> None:
+    with pytest.raises(SchemaVersionError, match="reads 1"):
+        open_envelope({**sealed(), b"v": version}, max_entry_bytes=LIMIT)
+    fields = sealed()
+    del fields[b"v"]
+    with pytest.raises(SchemaVersionError, match="none"):
+        open_envelope(fields, max_entry_bytes=LIMIT)
+
+
+def test_the_size_limit_counts_what_is_there_not_what_is_said() -> None:
+    with pytest.raises(EnvelopeError, match="over the limit of 6"):
+        open_envelope({**sealed(), b"size": b"1"}, max_entry_bytes=6)
+    with pytest.raises(EnvelopeError, match="holds 7 bytes, its envelope says 8"):
+        open_envelope({**sealed(), b"size": b"8"}, max_entry_bytes=LIMIT)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert open_envelope({**sealed(), b"trace": b"x"}, max_entry_bytes=LIMIT).seq == 7
