@@ -25,6 +25,7 @@ _ALWAYS = {
 }
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is the program's own
     "TOKENIZERS_PARALLELISM": "false",
     # A tensor-parallel group lives on one node: its rendezvous stays there. An operator may say otherwise.
     "VLLM_HOST_IP": "127.0.0.1",
@@ -51,6 +52,8 @@ def configure_environment(config: ProducerSection) -> None:
             if os.environ.get(name) != value:
                 raise ConfigError(f"vLLM was imported before its environment was set ({name} must be {value!r})")
     os.environ.update(wanted)
+    if config.device == "cpu":
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are advice on speed that does not apply
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if cache_dir := os.environ.get(CACHE_VARIABLE):

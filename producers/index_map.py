@@ -45,12 +45,17 @@ class CopyRecord:
     dst_offset: int
     dst_strides: tuple[int, ...]
 
-    def locate(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate(self, indices: torch.Tensor, *, whole: bool = False) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Which of `indices` (int64 [K], flat in the checkpoint tensor) lie in this box, and where they go.
 
+        Args:
+            whole: the box is the whole tensor, so all of them do.
+
         Returns:
-            mask, bool [K]; offsets into the runtime storage for the selected ones, int64 [mask.sum()].
+            mask, bool [K], or None if all do; offsets into the runtime storage for the selected ones, int64 [mask.sum()].
         """
+        if whole and self.src_strides == (1,) and self.dst_strides == (1,):
+            return None, indices + (self.dst_offset - self.src_offset)
         rest = indices - self.src_offset
         inside = rest >= 0
         target = torch.full_like(rest, self.dst_offset)

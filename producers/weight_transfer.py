@@ -33,6 +33,7 @@ from anabranch.schemas.layout import Layout, TensorSpec
 
 BACKEND = "anabranch"
 WHOLE = -1  # count of a tensor that is copied whole
+DENSE_SHARE = 32  # copying one element in order costs about 1/32 of scattering one: above that share, copy them all
 
 
 def register() -> None:
@@ -211,13 +212,16 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         if int(indices.min()) < 0 or int(indices.max()) >= spec.numel:
             raise DeltaError(f"{spec.name}: an index is outside its {spec.numel} elements")
+        if len(indices) * DENSE_SHARE >= spec.numel:
+            self._stage_whole(spec, image)
+            return
         bits = tensor_bits(image, spec)[indices]
         values = torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).to(self.device)
-        where = torch.from_numpy(np.array(indices)).to(self.device)
+        where = torch.from_numpy(indices).to(self.device)
         for record in self._index_map.copies[spec.name]:
-            mask, offsets = record.locate(where)
+            mask, offsets = record.locate(where, whole=record.shape == (spec.numel,))
             flat = self._index_map.parameters[record.parameter]
-            self._staged.append(_Scatter(flat, offsets, values[mask].to(flat.dtype)))
+            self._staged.append(_Scatter(flat, offsets, (values if mask is None else values[mask]).to(flat.dtype)))
 
 
 def _tensor(spec: TensorSpec, image: NDArray[np.uint8]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
-EOS_ID = 258
+EOS_ID, OTHER_EOS_ID = 258, 257
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

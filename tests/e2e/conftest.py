@@ -3,13 +3,14 @@ untied ones that keeps it. Between them they have every fusion (q/k/v, gate/up) 
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from typing import Literal
 
 import pytest
 from tests.e2e.lab import TEMPERATURE, Lab
-from tests.tiny import build_checkpoint
+from tests.tiny import EOS_ID, OTHER_EOS_ID, build_checkpoint
 
 from anabranch.producers.engine import RolloutEngine
 from anabranch.producers.mirror import Mirror
@@ -17,12 +18,19 @@ from anabranch.schemas.config import ProducerSection, SamplingSection
 from anabranch.schemas.errors import AnabranchError
 
 MAX_SEQS = 8
+# What an instruction model ships with; none of it may touch sampling here, except the end-of-sequence ids.
+GENERATION_CONFIG = {
+    "do_sample": True, "temperature": 0.3, "top_k": 3, "top_p": 0.5, "repetition_penalty": 1.5,
+    "eos_token_id": [EOS_ID, OTHER_EOS_ID],
+}  # fmt: skip
 
 
 def _lab(
     tmp: pytest.TempPathFactory, family: Literal["qwen3", "llama"], tied: bool, kv: Literal["keep", "recompute"]
 ) -> Iterator[Lab]:
     model_dir = build_checkpoint(tmp.mktemp(f"{family} model"), family=family, tied=tied)
+    if family == "llama":
+        (model_dir / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))
     config = ProducerSection(max_model_len=640, max_num_seqs=MAX_SEQS, kv_policy=kv, kv_cache_bytes=32 * 2**20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # vLLM's own start-up; our steps and swaps run with errors on
@@ -31,7 +39,7 @@ def _lab(
     with pytest.raises(AnabranchError) as refused:
         engine.submit("early", [1, 2, 3], seed=0)
     assert engine.policy is None
-    lab = Lab(model_dir, engine, Mirror.from_checkpoint(model_dir), str(refused.value))
+    lab = Lab(model_dir, engine, Mirror.from_checkpoint(model_dir), str(refused.value), two_ends=family == "llama")
     lab.publish(0, fraction=0.0)
     yield lab
     engine.close()

@@ -31,6 +31,7 @@ class Lab:
     mirror: Mirror
     refused_before_first_policy: str
     states: dict[PolicyVersion, NDArray[np.uint8]] = field(default_factory=dict)
+    two_ends: bool = False  # its generation config names a second end-of-sequence token
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def random_changes(self, rng: np.random.Generator, fraction: float) -> list[TensorChange]:

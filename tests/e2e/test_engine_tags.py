@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.e2e.conftest import MAX_SEQS
 from tests.e2e.lab import Lab, prompts
-from tests.tiny import EOS_ID
+from tests.tiny import EOS_ID, OTHER_EOS_ID
 
 from anabranch.producers.engine import Finished
 from anabranch.schemas.errors import AnabranchError, ConfigError
@@ -103,9 +103,11 @@ def test_end_of_sequence_is_a_token_with_a_log_prob(lab: Lab) -> None:
     done = lab.run()
     stopped = [i for i in range(32) if done[f"r{i}"].finish_reason == "stop"]
     assert stopped, "32 random rollouts of 200 tokens end by themselves now and then"
+    ends = {EOS_ID, OTHER_EOS_ID} if lab.two_ends else {EOS_ID}
+    assert {int(done[f"r{i}"].token_ids[-1]) for i in stopped} == ends
+    assert not any(np.isin(f.token_ids[:-1], list(ends)).any() for f in done.values())
     for i in stopped:
         finished = done[f"r{i}"]
-        assert finished.token_ids[-1] == EOS_ID
         assert len(finished.logprobs) == len(finished.token_ids)
         assert "<eos>" not in finished.text
     assert lab.judge(asked[stopped[0]], done[f"r{stopped[0]}"]).max() < TOLERANCE
@@ -143,6 +145,16 @@ def test_without_the_salt_stale_keys_would_be_served(keep_lab: Lab) -> None:
     finally:
         keep_lab.engine._policy = old
     assert keep_lab.judge(prompt, keep_lab.run()["s0"]).max() > 10 * TOLERANCE
+
+
+def test_the_models_generation_config_does_not_touch_sampling(keep_lab: Lab) -> None:
+    """This checkpoint's own config asks for top_k 3: rollouts of one prompt would begin with three different tokens."""
+    keep_lab.publish(11)
+    prompt = prompts(1, 16, 11)[0]
+    names = keep_lab.submit([prompt] * 32, max_tokens=2)
+    done = keep_lab.run()
+    assert len({int(f.token_ids[0]) for f in done.values()}) > 3
+    assert keep_lab.judge(prompt, done[names[0]]).max() < TOLERANCE
 
 
 def test_greedy_and_other_temperatures_per_request(recompute_lab: Lab) -> None:

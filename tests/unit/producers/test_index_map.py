@@ -62,8 +62,9 @@ def fused(rank: int = 0, ranks: int = 1) -> tuple[Loadable, Layout]:
 
 def scatter(index_map: IndexMap, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
     for record in index_map.copies[name]:
-        mask, offsets = record.locate(indices)
-        index_map.parameters[record.parameter][offsets] = values[mask]
+        whole = record.shape == (index_map.layout.by_name[name].numel,)
+        mask, offsets = record.locate(indices, whole=whole)
+        index_map.parameters[record.parameter][offsets] = values if mask is None else values[mask]
 
 
 def random_state(layout: Layout) -> dict[str, torch.Tensor]:
@@ -177,6 +178,7 @@ def test_locate_agrees_with_a_view(data: st.DataObject) -> None:
     mask, offsets = record.locate(whole.flatten())
     expected = torch.zeros(whole.numel(), dtype=torch.bool)
     expected[box.flatten()] = True
+    assert mask is not None
     assert torch.equal(mask, expected)
     runtime = torch.full((box.numel(),), -1)
     runtime[offsets] = whole.flatten()[mask]
