@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from anabranch.schemas.errors import EXIT_INTERNAL, EXIT_OK, AnabranchError
+from anabranch.transport.log import LEVEL_VARIABLE
 from anabranch.transport.redact import redact_text
 
 _PR_SET_PDEATHSIG = 1
@@ -122,17 +123,17 @@ def bound_to_parent(argv: list[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", code, *argv] if sys.platform.startswith("linux") else argv
 
 
-def run_service(main: Callable[[], int | None], *, debug: bool = False) -> int:
+def run_service(main: Callable[[], int | None], *, debug: bool | None = None) -> int:
     """Run `main` and return the exit code the process should end with.
 
-    An AnabranchError becomes one line on stderr and its own code (its traceback shows only with `debug`); Ctrl-C 130;
-    any other exception 70 with its traceback.
+    An AnabranchError becomes one line on stderr and its own code (its traceback shows only with `debug`, by default
+    when the log level is "debug"); Ctrl-C 130; any other exception 70 with its traceback.
     """
     try:
         return main() or EXIT_OK
     except AnabranchError as error:
-        if debug:
-            traceback.print_exc()
+        if debug or (debug is None and os.environ.get(LEVEL_VARIABLE, "").lower() == "debug"):
+            print(redact_text(traceback.format_exc()), file=sys.stderr, end="")
         line = redact_text("; ".join(part.strip() for part in str(error).splitlines() if part.strip()))
         print(f"anabranch: {type(error).__name__}: {line}", file=sys.stderr, flush=True)
         return error.exit_code
