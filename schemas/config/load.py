@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from anabranch.schemas.config.models import RunConfig
 from anabranch.schemas.errors import ConfigError, UnsafeSamplingError, redact_url
 
 ENV_PREFIX = "ANABRANCH__"
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
 def load_config(
@@ -42,21 +44,23 @@ def load_config(
         UnsafeSamplingError: sampling settings that would falsify the recorded log-probs.
     """
     tree = _lay_over(_parse(beneath, "the preset"), _parse(toml_text, source))
+    origins: dict[tuple[str, ...], str] = {}
     for name, value in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX):
-            _put(tree, name[len(ENV_PREFIX) :].lower().split("__"), _value(value), f"environment variable {name}")
+            path = name[len(ENV_PREFIX) :].lower().split("__")
+            _put(tree, path, _value(value), f"environment variable {name}", origins)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"--set {override!r} is not of the form section.key=value")
-        _put(tree, key.strip().split("."), _value(value), f"--set {key}")
+            raise ConfigError(f"--set {redact_url(override)!r} is not of the form section.key=value")
+        _put(tree, key.strip().split("."), _value(value), f"--set {key}", origins)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         causes = error.errors(include_url=False)
         unsafe = any(isinstance(e.get("ctx", {}).get("error"), UnsafeSamplingError) for e in causes)
         kind = UnsafeSamplingError if unsafe else ConfigError
-        raise kind("\n".join(_explain(e) for e in causes)) from None
+        raise kind("\n".join(_explain(e, origins) for e in causes)) from None
 
 
 def dump_json(config: RunConfig) -> dict[str, Any]:
@@ -95,27 +99,38 @@ def _value(text: str) -> Any:
         return text
 
 
-def _put(tree: dict[str, Any], path: list[str], value: Any, where: str) -> None:
+def _put(tree: dict[str, Any], path: list[str], value: Any, where: str, origins: dict[tuple[str, ...], str]) -> None:
     node = tree
     for part in path[:-1]:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{where}: {part!r} is a value, not a section")
     node[path[-1]] = value
+    origins[tuple(path)] = where
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, origins: Mapping[tuple[str, ...], str]) -> str:
     loc = [str(p) for p in error["loc"]]
+    where = _origin(tuple(loc), origins)
     key = ".".join(loc) or "configuration"
     if error["type"] == "extra_forbidden":
         known = _known_keys(loc[:-1])
         near = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.4)
         hint = f"did you mean {'.'.join([*loc[:-1], near[0]])}?" if near else f"known: {', '.join(known)}"
-        return f"unknown key {key}; {hint}"
+        return f"unknown key {key}{where}; {hint}"
     message = str(error["msg"]).removeprefix("Value error, ")
     given = error.get("input")
-    shown = "" if isinstance(given, dict | BaseModel) or "url" in loc else f" (got {given!r})"
-    return f"{key}: {message}{shown}"
+    shown = "" if isinstance(given, dict | BaseModel) or "url" in loc else f" (got {redact_url(repr(given))})"
+    return f"{key}{where}: {message}{shown}"
+
+
+def _origin(loc: tuple[str, ...], origins: Mapping[tuple[str, ...], str]) -> str:
+    """Which variable or option set the key at `loc`, something above it or something inside it; "" for a file."""
+    for path, where in reversed(list(origins.items())):
+        shared = min(len(path), len(loc))
+        if shared and path[:shared] == loc[:shared]:
+            return f" ({where})"
+    return ""
 
 
 def _known_keys(path: list[str]) -> list[str]:
@@ -143,7 +158,21 @@ def _toml_table(node: dict[str, Any], path: tuple[str, ...], lines: list[str]) -
     scalars = {k: v for k, v in node.items() if not isinstance(v, dict)}
     tables = {k: v for k, v in node.items() if isinstance(v, dict)}
     if path and (scalars or not tables):
-        lines.extend(["", f"[{'.'.join(path)}]"])
-    lines.extend(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in scalars.items())
+        lines.extend(["", f"[{'.'.join(map(_toml_key, path))}]"])
+    lines.extend(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in scalars.items())
     for key, value in tables.items():
         _toml_table(value, (*path, key), lines)
+
+
+def _toml_key(key: str) -> str:
+    return key if _BARE_KEY.match(key) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, str):  # a JSON string is a TOML string, but for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)

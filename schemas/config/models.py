@@ -6,6 +6,7 @@ nothing needed at the end of a run is found missing then. Unknown keys are refus
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,20 +19,14 @@ Objective = Literal["dppo_tv", "grpo", "dr_grpo", "none"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class PathsSection(Section):
-    """Base of sections with paths: TOML and the environment carry them as strings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
-
-
-class RunSection(PathsSection):
+class RunSection(Section):
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="names the run directory and the Redis keys"
     )
-    dir: Path = Field(Path("runs"), description="parent of the run directory")
+    dir: Path = Field(Path("runs"), strict=False, description="parent of the run directory")
     seed: int = Field(0, ge=0, lt=2**31, description="seeds prompts, sampling, initial state")
 
     @property
@@ -39,8 +34,10 @@ class RunSection(PathsSection):
         return self.dir / self.name
 
 
-class ModelSection(PathsSection):
-    path: Path = Field(Path("model"), description="Hugging Face checkpoint folder (config, tokenizer, safetensors)")
+class ModelSection(Section):
+    path: Path = Field(
+        Path("model"), strict=False, description="Hugging Face checkpoint folder (config, tokenizer, safetensors)"
+    )
 
 
 class RedisSection(Section):
@@ -66,6 +63,9 @@ class TaskSection(Section):
     prompt: str = Field("{question}", description="template around the question")
     system: str = Field("", description="system message; used only with chat_template")
     chat_template: bool = Field(False, description="wrap the prompt with the tokenizer's chat template")
+    question_pattern: str = Field(
+        "", description="regular expression whose first group becomes {question}; empty: the whole question"
+    )
     answer_pattern: str = Field(
         "", description="regular expression whose first group is the answer; empty: the whole text, stripped"
     )
@@ -168,7 +168,7 @@ class CorrectionSection(Section):
         return _OBJECTIVE_DEFAULTS.get(str(values.get("objective", "dppo_tv")), {}) | values
 
 
-class LearnerSection(PathsSection):
+class LearnerSection(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Dtype = Field("bfloat16", description="weights as published; the optimizer keeps float32 masters")
     compute_dtype: Dtype | None = Field(
@@ -255,7 +255,7 @@ class RunConfig(Section):
         if not self.regions:
             raise ValueError("regions is empty: name at least one, e.g. regions.local.url")
         for name in self.regions:
-            if not name.replace("-", "").replace("_", "").isalnum():
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,99}", name):
                 raise ValueError(f"region name {name!r}: letters, digits, '-' and '_' only")
         need = self.task.max_prompt_tokens + self.sampling.max_tokens
         if need > self.producer.max_model_len:
