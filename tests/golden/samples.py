@@ -1,0 +1,122 @@
+"""What the committed bytes in this folder say. `scripts/make_golden.py` writes them; test_golden.py holds today's code
+to them. Change a sample only together with the major version of its format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from anabranch.kernels.delta_codec import CODEC, encode_delta
+from anabranch.schemas.envelope import Envelope
+from anabranch.schemas.layout import Layout
+from anabranch.schemas.manifest import Chunk, Manifest
+from anabranch.schemas.trajectory import Group, Rollout, encode_group
+from anabranch.schemas.versions import PolicyVersion, VersionSpan
+
+GROUP = Group(
+    run="golden",
+    region="east",
+    producer="east-4711-c0ffee",
+    group_index=1234,
+    attempt=1,
+    prompt_token_ids=np.array([257, 51, 32, 43, 32, 52], np.int32),
+    prompt_text="3 + 4 = ?  → α",
+    answer="7",
+    rollouts=(
+        Rollout(
+            sample_index=0,
+            token_ids=np.array([55, 258], np.int32),
+            logprobs=np.array([-0.25, -1.401298464324817e-45], np.float32),  # the smallest denormal survives
+            spans=(VersionSpan(PolicyVersion(2, 40), 0),),
+            reward=1.0,
+            finish_reason="stop",
+            text="7",
+            started_ms=1_767_225_600_000,
+            finished_ms=1_767_225_600_123,
+        ),
+        Rollout(
+            sample_index=1,
+            token_ids=np.array([32, 53, 53, 53], np.int32),
+            logprobs=np.array([-3.5, -0.0, -17.25, -0.125], np.float32),
+            spans=(VersionSpan(PolicyVersion(2, 40), 0), VersionSpan(PolicyVersion(2, 42), 3)),
+            reward=0.0,
+            finish_reason="length",
+            text=" 555",
+            started_ms=1_767_225_600_000,
+            finished_ms=1_767_225_600_456,
+        ),
+    ),
+)
+SEQ = 17
+
+LAYOUT = Layout.build(
+    [
+        ("model.embed_tokens.weight", "bf16", (5, 4)),
+        ("model.layers.0.mlp.gate_proj.weight", "bf16", (300, 2)),
+        ("model.norm.weight", "f32", (4,)),
+        ("model.step", "i64", ()),
+    ]
+)
+BASE: dict[str, Any] = {
+    "model.embed_tokens.weight": np.arange(20, dtype=np.uint16) + 0x3F80,
+    "model.layers.0.mlp.gate_proj.weight": np.arange(600, dtype=np.uint16),
+    "model.norm.weight": np.array([0, 1, 2, 3], np.uint32),
+    "model.step": np.array([40], np.uint64),
+}
+NEW: dict[str, Any] = {
+    "model.embed_tokens.weight": BASE["model.embed_tokens.weight"],  # unchanged: no record
+    "model.layers.0.mlp.gate_proj.weight": BASE["model.layers.0.mlp.gate_proj.weight"].copy(),
+    "model.norm.weight": np.array([0x3F800000, 0x80000000, 0x7FC00001, 3], np.uint32),  # 1.0, −0.0, a NaN: dense
+    "model.step": np.array([2**40 + 41], np.uint64),
+}
+NEW["model.layers.0.mlp.gate_proj.weight"][[0, 299, 599]] = [0x8000, 0x7FC1, 0xFFFF]  # sparse
+
+
+def entry_payload() -> bytes:
+    return encode_group(GROUP)
+
+
+def envelope_json(payload: bytes) -> bytes:
+    """The entry's fields as text, but for the payload, which is the other file."""
+    fields = Envelope(GROUP.producer, SEQ, GROUP.group_index, payload).seal()
+    text = {name: value.decode() for name, value in fields.items() if name != "payload"}
+    return (json.dumps(text, indent=1) + "\n").encode()
+
+
+def layout_json() -> bytes:
+    return LAYOUT.to_json().encode()
+
+
+def layout_hash() -> bytes:
+    return f"{LAYOUT.hash}\n".encode()
+
+
+def delta_chunk() -> bytes:
+    (chunk,) = encode_delta(LAYOUT, BASE, NEW).chunks
+    return chunk
+
+
+def manifest() -> Manifest:
+    return Manifest(
+        kind="delta", run="golden", epoch=2, version=41, base_version=40, base_digest="0123456789abcdef" * 2,
+        result_digest="fedcba9876543210" * 2, layout_hash=LAYOUT.hash, codec=CODEC,
+        chunks=(Chunk(digest="00112233445566778899aabbccddeeff", size_bytes=91),), full_bytes=LAYOUT.payload_bytes,
+        changed_elements=8, total_elements=625, learner_step=41, fork_version=38, published_ms=1_767_225_601_000,
+    )  # fmt: skip
+
+
+def manifest_json() -> bytes:
+    return manifest().model_dump_json().encode()
+
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "entry.arrow": entry_payload,
+    "entry.envelope.json": lambda: envelope_json(entry_payload()),
+    "layout.json": layout_json,
+    "layout.hash": layout_hash,
+    "manifest.json": manifest_json,
+    "delta.zst": delta_chunk,
+}

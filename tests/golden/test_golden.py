@@ -1,0 +1,70 @@
+"""Bytes written by version 1 of each format, committed: today's code reads them, and writes them again where a reader
+elsewhere depends on the very bytes (hashes, digests, idempotent commits)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import zstandard
+from tests.golden import samples
+from tests.groups import same
+
+from anabranch.kernels.delta_codec import decode
+from anabranch.schemas.envelope import open_envelope
+from anabranch.schemas.layout import Layout
+from anabranch.schemas.manifest import Manifest
+from anabranch.schemas.trajectory import decode_group
+
+GOLDEN = Path(__file__).parent
+
+
+def stored(name: str) -> bytes:
+    return (GOLDEN / name).read_bytes()
+
+
+def stored_entry() -> dict[bytes, bytes]:
+    fields = {k.encode(): v.encode() for k, v in json.loads(stored("entry.envelope.json")).items()}
+    return {**fields, b"payload": stored("entry.arrow")}
+
+
+def test_a_stored_entry_is_read() -> None:
+    envelope = open_envelope(stored_entry(), max_entry_bytes=1 << 20)
+    assert (envelope.producer, envelope.seq, envelope.group_index) == ("east-4711-c0ffee", 17, 1234)
+    assert same(decode_group(envelope.payload), samples.GROUP)
+
+
+def test_the_envelope_is_sealed_as_it_was() -> None:
+    """The payload's own bytes belong to Arrow's writer and may change with it; the envelope around them is ours."""
+    assert samples.envelope_json(stored("entry.arrow")) == stored("entry.envelope.json")
+
+
+def test_a_layout_keeps_its_bytes_and_its_hash() -> None:
+    assert Layout.from_json(stored("layout.json")) == samples.LAYOUT
+    assert samples.layout_json() == stored("layout.json")
+    assert Layout.from_json(stored("layout.json")).hash == stored("layout.hash").decode().strip()
+
+
+def test_a_manifest_is_read_and_written_as_it_was() -> None:
+    """A commit repeated by a restarted learner is recognised by its text."""
+    assert Manifest.from_json(stored("manifest.json")) == samples.manifest()
+    assert samples.manifest_json() == stored("manifest.json")
+
+
+def test_a_delta_chunk_is_applied() -> None:
+    state = {name: bits.copy() for name, bits in samples.BASE.items()}
+    for change in decode(samples.LAYOUT, [stored("delta.zst")]):
+        state[change.name][slice(None) if change.indices is None else change.indices] = change.bits
+    assert all(np.array_equal(state[name], samples.NEW[name]) for name in samples.NEW)
+
+
+def test_a_delta_chunk_is_written_as_it_was_but_for_the_compressor() -> None:
+    unpack = zstandard.ZstdDecompressor().decompress
+    assert unpack(samples.delta_chunk()) == unpack(stored("delta.zst"))
+
+
+def test_every_committed_file_is_held_here() -> None:
+    """And nothing stale lies around: regenerate with scripts/make_golden.py."""
+    files = {p.name for p in GOLDEN.iterdir() if p.suffix not in (".py", ".pyc") and p.is_file()}
+    assert files == set(samples.FILES)
