@@ -8,6 +8,7 @@ with the process that started it. Held by tests/process/test_valkey_restart.py.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import secrets
@@ -103,7 +104,7 @@ class EmbeddedValkey:
         """Start the server, or start it again on the same port and data; returns once it answers PING.
 
         Raises:
-            ConfigError: no server program, or the given port is taken.
+            ConfigError: no server program, the given port is taken, or another server works in the folder.
             DeadlineError: it does not answer in time.
             TemporaryError: it ends by itself; the message carries the end of its log.
         """
@@ -128,16 +129,25 @@ class EmbeddedValkey:
         raise ConfigError("found no free port on 127.0.0.1 for the embedded Valkey")
 
     def _launch(self, binary: Path, port: int) -> None:
-        (self.directory / "valkey.log").unlink(missing_ok=True)
-        config = self._write_config(port)
-        # Its own session: Ctrl-C in the terminal must stop the services first, and the server last.
-        self._process = subprocess.Popen(
-            bound_to_parent([str(binary), str(config)]),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        # The lock lives in the server: two of them over one append-only file would destroy it.
+        lock = os.open(self.directory / "valkey.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.directory / "valkey.log").unlink(missing_ok=True)
+            config = self._write_config(port)
+            # Its own session: Ctrl-C in the terminal must stop the services first, and the server last.
+            self._process = subprocess.Popen(
+                bound_to_parent([str(binary), str(config)]),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[lock],
+            )
+        except BlockingIOError:
+            raise ConfigError(f"another server works in {self.directory}; stop it or use another folder") from None
+        finally:
+            os.close(lock)
 
     def command(self) -> list[str]:
         """The server's command line, its configuration written: for a supervisor that starts the program itself.

@@ -22,7 +22,7 @@ from anabranch.transport.redis_client import Guard, is_missing_group
 from anabranch.transport.stream import DEAD_LETTER_FATE, LOST_FATE, Delivery, LedgerCounts
 
 T = TypeVar("T")
-_PAGE = 256  # entries looked at together when searching for undelivered replies
+_MOST_PENDING = 1_000_000  # ids of one consumer looked at when searching for what a lost reply carried
 
 
 class RedisStream:
@@ -65,11 +65,14 @@ class RedisStream:
         args: list[Any] = [envelope.producer, envelope.seq]
         for name, value in envelope.seal().items():
             args += [name, value]
-        return bool(self._guard.repeat(lambda: self._append(keys=keys, args=args)))
+        # Tried once: the caller holds the entry anyway and has better to do than to wait here; it may append it again.
+        return bool(self._guard.once(lambda: self._append(keys=keys, args=args)))
 
     def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
         """See the protocol. `block_ms` of 0 does not wait; a wait is cut to stay below the socket time-out."""
-        if (group, consumer) in self._unsure:
+        with self._lock:
+            unsure = (group, consumer) in self._unsure
+        if unsure:
             unseen = self._recover(group, consumer)
             if unseen:
                 return unseen
@@ -144,25 +147,28 @@ class RedisStream:
         return found
 
     def _recover(self, group: str, consumer: str) -> list[Delivery]:
-        """Entries delivered to the consumer in a reply that never arrived."""
+        """Entries delivered to the consumer in a reply that never arrived. What it already holds is not counted as
+        delivered once more: else every outage would bring good entries nearer to the dead letters."""
         with self._lock:
             held = set(self._held.get((group, consumer), ()))
+        key = self._keys.trajectories
+        rows = self._guard.once(
+            lambda: self._with_group(
+                group, lambda: self._client.xpending_range(key, group, "-", "+", _MOST_PENDING, consumername=consumer)
+            )
+        )
+        counts = {row["message_id"].decode(): int(row["times_delivered"]) for row in rows}
+        unseen = [entry_id for entry_id in counts if entry_id not in held]
+        claimed = (
+            self._guard.once(lambda: self._client.xclaim(key, group, consumer, 0, unseen, justid=False))
+            if unseen
+            else []
+        )
+        found = [Delivery(i.decode(), fields, counts[i.decode()] + 1) for i, fields in claimed]
+        self._hold(group, consumer, found)
+        with self._lock:
             self._unsure.discard((group, consumer))
-        unseen: list[Delivery] = []
-        after_id = "0-0"
-        while True:
-            try:
-                page, last = self._own_page(group, consumer, _PAGE, after_id)
-            except StreamUnavailableError:
-                with self._lock:
-                    self._unsure.add((group, consumer))
-                raise
-            unseen += [d for d in page if d.entry_id not in held]
-            if last == after_id:
-                break
-            after_id = last
-        self._hold(group, consumer, unseen)
-        return unseen
+        return found
 
     def _own_page(self, group: str, consumer: str, count: int, after_id: str) -> tuple[list[Delivery], str]:
         args = [group, consumer, count, after_id, _fate(group, LOST_FATE)]
@@ -171,7 +177,7 @@ class RedisStream:
             rows, last = self._own_pending(keys=[self._keys.trajectories, self._keys.ledger], args=args)
             return _deliveries(rows), last.decode()
 
-        return self._guard.repeat(lambda: self._with_group(group, call))
+        return self._guard.once(lambda: self._with_group(group, call))
 
     def _with_group(self, group: str, call: Callable[[], T]) -> T:
         """`call()`, after making the group if it is missing. From the beginning of the stream, also where a group was

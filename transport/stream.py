@@ -46,7 +46,8 @@ class TrajectoryStream(Protocol):
     """All methods raise StreamUnavailableError when the server cannot be reached, BackpressureError when it is full."""
 
     def append(self, envelope: Envelope) -> bool:
-        """Store `envelope` once. False if (producer, seq) was stored before. Sequence numbers ascend per producer."""
+        """Store `envelope` once. False if (producer, seq) was stored before. Sequence numbers ascend per producer.
+        After any error the same envelope may be appended again."""
         ...
 
     def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
