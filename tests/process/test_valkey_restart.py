@@ -197,3 +197,9 @@ def test_two_servers_over_one_folder_are_refused_and_the_first_goes_on(tmp_path)
         client = connect(first.url, deadline_s=10, what="x")
         assert client.ping()
         client.close()
+
+
+def test_the_server_program_can_be_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ANABRANCH_REDIS_SERVER", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="missing, which is not a program"):
+        EmbeddedValkey(tmp_path).start()
