@@ -8,7 +8,7 @@ parent-death signal, every child is the leader of a group that is killed with it
     STARTING -> RUNNING -> STOPPING -> OVER
 
 A run ends COMPLETED (a child with `completes_run` exited 0), FAILED (a child may not be restarted any more),
-INTERRUPTED (SIGINT, SIGTERM, SIGHUP). A second signal while stopping kills at once.
+INTERRUPTED (SIGINT, SIGTERM, SIGHUP, or that child was told to stop). A second signal while stopping kills at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from anabranch.deploy.child import Child, ChildSpec, ChildState, RestartLimits
 from anabranch.deploy.cleanup import Cleanup
-from anabranch.schemas.errors import EXIT_INTERNAL, DeadlineError
+from anabranch.schemas.errors import EXIT_INTERNAL, EXIT_TEMPORARY, DeadlineError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ONE_KEYSTROKE_S = 0.4  # one Ctrl-C can arrive twice: from the terminal, and passed on by `timeout` or `make`
@@ -61,10 +61,11 @@ class Supervisor:
 
     Args:
         log_dir: where each child's output is appended, one file per name.
-        environment: what every child gets; nothing is inherited beyond it.
+        environment: what every child gets, nothing is inherited beyond it; may be changed before children are added.
         limits: restart budget and backoff.
         stop_deadline_s: from SIGTERM to SIGKILL.
         finish_grace_s: how long children with `ends_itself` may take after the run is complete.
+        is_complete: asked when a child with `completes_run` has exited 0: it may only have been told to stop.
         between: called once while stopping, after the children of the lowest stop order and before the others.
         tick: called about every `tick_s`, also while stopping; must not block for long.
         hold_fds: descriptors that the janitor keeps open too.
@@ -78,6 +79,7 @@ class Supervisor:
         limits: RestartLimits | None = None,
         stop_deadline_s: float = 20.0,
         finish_grace_s: float = 20.0,
+        is_complete: Callable[[], bool] = lambda: True,
         between: Callable[[], None] | None = None,
         tick: Callable[[], None] | None = None,
         tick_s: float = 0.1,
@@ -87,11 +89,12 @@ class Supervisor:
         self.state = State.STARTING
         self.children: list[Child] = []
         self.tick = tick
-        self._environment = dict(environment)
+        self.environment = dict(environment)
         self._limits = limits or RestartLimits()
         self._stop_deadline_s = stop_deadline_s
         self._finish_grace_s = finish_grace_s
         self._tick_s = tick_s
+        self._is_complete = is_complete
         self._between = between
         self._hold_fds = hold_fds
         self._signals: list[int] = []
@@ -141,13 +144,19 @@ class Supervisor:
         child = Child(
             spec,
             log=self.log_dir / f"{spec.name}.log",
-            environment=self._environment,
+            environment=self.environment,
             cleanup=self.cleanup,
             limits=self._limits,
         )
         self.children.append(child)
         child.start()
         return child
+
+    def forget(self, child: Child) -> None:
+        """Take a child that is over off the list."""
+        assert child.over, f"{child.spec.name} is {child.state}"
+        self.children.remove(child)
+        child.close()
 
     def run_until(self, ready: Callable[[], bool], *, what: str, deadline_s: float) -> Outcome | None:
         """Supervise until `ready()`; the outcome if the run ended before.
@@ -188,6 +197,10 @@ class Supervisor:
             if child.state is ChildState.FAILED:
                 return _failure(child)
             if child.state is ChildState.ENDED and child.spec.completes_run:
+                if not self._is_complete():
+                    return Outcome(
+                        End.INTERRUPTED, f"{child.spec.name} stopped before the run was complete", EXIT_TEMPORARY
+                    )
                 return Outcome(End.COMPLETED, f"{child.spec.name} has finished", 0)
         if self.state is State.RUNNING and all(child.over for child in self.children):
             return Outcome(End.COMPLETED, "every process has finished", 0)
