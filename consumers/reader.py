@@ -1,14 +1,17 @@
 """Reads the trajectory streams of all regions and hands out verified groups.
 
-Invariant: a region that cannot be reached never holds up the others; it is retried with growing pauses and its
-state is visible (`health`). Every delivery comes back exactly once from `poll`: as an `Arrival`, or as a dead
-letter (settled in its stream with its cause). Held by tests/unit/consumers/test_reader.py.
+Invariant: a region that stops answering holds up the others once, by the socket time-out, and then no more: a thread
+of its own asks, with growing pauses, whether it answers again, and its state is visible (`health`). Every delivery
+comes back exactly once from `poll`: as an `Arrival`, or as a dead letter (settled in its stream with its cause).
+Held by tests/unit/consumers/test_reader.py.
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +19,7 @@ import structlog
 
 from anabranch.schemas.config import StreamSection
 from anabranch.schemas.envelope import open_envelope
-from anabranch.schemas.errors import StreamUnavailableError, TrajectoryError, WireError
+from anabranch.schemas.errors import BackpressureError, StreamUnavailableError, TrajectoryError, WireError
 from anabranch.schemas.trajectory import Group, decode_group
 from anabranch.transport.stream import Delivery, TrajectoryStream
 
@@ -50,11 +53,29 @@ class DeadLetter:
     group_index: int | None
 
 
+class _Probe(threading.Thread):
+    """Asks a region that was lost whether it answers, so that nobody else waits for the answer."""
+
+    def __init__(self, stream: TrajectoryStream, group: str) -> None:
+        super().__init__(name="reader-probe", daemon=True)
+        self._stream, self._group = stream, group
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._stream.ledger(self._group)
+        except Exception as error:  # noqa: BLE001 - handed to the thread that polls, which judges it
+            self.error = error
+
+
 @dataclass(slots=True)
 class _Region:
     stream: TrajectoryStream
     state: RegionState = RegionState.RESUMING
-    resume_after: str = "0-0"
+    resume_after: str | None = "0-0"  # None once what was delivered before a restart is read
+    unopened: deque[Delivery] = field(default_factory=deque)
+    probe: _Probe | None = None
     retry_at_s: float = 0.0
     retry_pause_s: float = RETRY_FIRST_S
     last_claim_s: float = 0.0
@@ -93,39 +114,56 @@ class Reader:
         return {n: r.error for n, r in self._regions.items() if r.state is RegionState.UNREACHABLE}
 
     def poll(self, *, block_ms: int) -> Polled:
-        """One round over all regions that are due, waiting at most about `block_ms` in total for new entries.
-
-        The wait is shared out over the regions, and only the last of them waits when nothing has arrived.
-        """
+        """One round over all regions that answer, waiting at most about `block_ms` in total for new entries: each region
+        its share, none once something has arrived."""
         polled = Polled()
-        due = [(n, r) for n, r in self._regions.items() if self._clock() >= r.retry_at_s]
-        if not due:
+        answering = [(n, r) for n, r in self._regions.items() if self._answers(n, r)]
+        if not answering:
             time.sleep(min(block_ms, 50) / 1000)
-        for name, region in due:
-            wait_ms = 0 if polled.arrivals or polled.dead else max(1, block_ms // len(due))
+        for name, region in answering:
+            wait_ms = 0 if polled.arrivals or polled.dead else max(1, block_ms // len(answering))
             try:
-                deliveries = self._fetch(region, wait_ms)
-                for delivery in deliveries:
-                    self._open(name, region, delivery, polled)
-            except StreamUnavailableError as error:
+                if not region.unopened:
+                    region.unopened.extend(self._fetch(region, wait_ms))
+                while region.unopened:
+                    self._open(name, region, region.unopened[0], polled)
+                    region.unopened.popleft()
+            except (StreamUnavailableError, BackpressureError) as error:
                 self._lost(name, region, error)
                 continue
-            if region.state is RegionState.UNREACHABLE:
-                self._log.info("region is back", region=name)
-                region.state = RegionState.RESUMING  # what was delivered into the broken connection is pending
-                region.resume_after = "0-0"
             region.retry_pause_s = RETRY_FIRST_S
         return polled
 
+    def _answers(self, name: str, region: _Region) -> bool:
+        """Whether `region` can be read; if it was lost, what the probe says."""
+        if region.state is not RegionState.UNREACHABLE:
+            return True
+        if region.probe is None:
+            if self._clock() >= region.retry_at_s:
+                region.probe = _Probe(region.stream, self._group)
+            return False
+        if region.probe.is_alive():
+            return False
+        error, region.probe = region.probe.error, None
+        if isinstance(error, StreamUnavailableError):
+            self._lost(name, region, error)
+            return False
+        if error is not None:
+            raise error
+        self._log.info("region is back", region=name)
+        # Entries of a reply that was lost come with the next read (see TrajectoryStream.read); the rest we still hold.
+        region.state = RegionState.READING if region.resume_after is None else RegionState.RESUMING
+        return True
+
     def _fetch(self, region: _Region, wait_ms: int) -> list[Delivery]:
-        if region.state is RegionState.RESUMING:
+        if region.resume_after is not None:
             found = region.stream.read_own_pending(
                 self._group, self._consumer, max_entries=MAX_ENTRIES_PER_READ, after_id=region.resume_after
             )
             if found:
                 region.resume_after = found[-1].entry_id
                 return found
-            region.state = RegionState.READING
+            region.state, region.resume_after = RegionState.READING, None
         now = self._clock()
         if now - region.last_claim_s > self._config.claim_idle_ms / 2000:
             region.last_claim_s = now
@@ -156,7 +194,7 @@ class Reader:
             return
         polled.arrivals.append(Arrival(name, delivery.entry_id, group, len(envelope.payload)))
 
-    def _lost(self, name: str, region: _Region, error: StreamUnavailableError) -> None:
+    def _lost(self, name: str, region: _Region, error: StreamUnavailableError | BackpressureError) -> None:
         if region.state is not RegionState.UNREACHABLE:
             self._log.warning("region cannot be reached", region=name, error=str(error))
         region.state = RegionState.UNREACHABLE
