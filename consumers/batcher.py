@@ -36,7 +36,7 @@ class TrainedSet:
         self.beyond = set(beyond)
 
     def add(self, indices: Iterable[int]) -> None:
-        self.beyond.update(indices)
+        self.beyond.update(index for index in indices if index >= self.below)
         while self.below in self.beyond:
             self.beyond.remove(self.below)
             self.below += 1

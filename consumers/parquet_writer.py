@@ -40,11 +40,15 @@ def write_entries(directory: Path, region: str, entries: list[Entry]) -> Path:
     ids = sorted((entry_id for entry_id, _ in entries), key=id_key)
     final = folder / f"{ids[0]}_{ids[-1]}.parquet"
     aside = final.with_suffix(".tmp")
-    with aside.open("wb") as file:
-        pq.write_table(table, file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(aside, final)
+    try:
+        with aside.open("wb") as file:
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, final)
+    except OSError:  # most likely the disk is full: give back what the torn file holds
+        aside.unlink(missing_ok=True)
+        raise
     sync_directory(folder)
     return final
 
