@@ -1,0 +1,203 @@
+"""Admission and assembly: trained at most once, never too old, and in an order that arrival has no part in."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.groups import group, rollout
+
+from anabranch.consumers.batcher import GroupQueue, TrainedSet, Verdict, group_age
+from anabranch.consumers.reader import Arrival
+from anabranch.schemas.versions import PolicyVersion, VersionSpan
+
+
+def arrival(index: int, entry_id: str | None = None, *, region: str = "east", version: int = 0, epoch: int = 1):
+    return Arrival(region, entry_id or f"1-{index}", group(index, version=version, epoch=epoch, region=region), 100)
+
+
+def queue(*arrivals: Arrival, trained: TrainedSet | None = None) -> GroupQueue:
+    made = GroupQueue(trained or TrainedSet())
+    for a in arrivals:
+        assert made.offer(a) is Verdict.QUEUED
+    return made
+
+
+def taken(batch: list[Arrival] | None) -> list[int]:
+    assert batch is not None
+    return [a.group.group_index for a in batch]
+
+
+NOW = PolicyVersion(1, 10)
+
+
+def test_the_lowest_indices_first_and_only_whole_batches() -> None:
+    waiting = queue(*(arrival(i) for i in (5, 2, 9, 0)))
+    assert taken(waiting.take(3)) == [0, 2, 5]
+    assert waiting.take(2) is None
+    assert waiting.indices == {9}, "what was not enough still waits"
+    assert taken(waiting.take(1)) == [9]
+
+
+def test_the_same_entry_again_is_seen_until_it_is_acknowledged() -> None:
+    """A reconnect delivers what is pending again: queued or trained but not acknowledged, it must not be dropped."""
+    waiting = queue(arrival(1))
+    assert waiting.offer(arrival(1)) is Verdict.SEEN
+    waiting.take(1)
+    assert waiting.offer(arrival(1)) is Verdict.SEEN
+    waiting.forget([("east", "1-1")])
+    assert waiting.offer(arrival(1)) is Verdict.DUPLICATE, "settled: if it came again it would be a copy"
+
+
+def test_another_entry_of_a_group_is_a_duplicate_wherever_it_comes_from() -> None:
+    waiting = queue(arrival(1))
+    assert waiting.offer(arrival(1, "1-99")) is Verdict.DUPLICATE
+    assert waiting.offer(arrival(1, region="west")) is Verdict.DUPLICATE
+    waiting.take(1)
+    assert waiting.offer(arrival(1, "1-99")) is Verdict.DUPLICATE
+    assert len(waiting) == 0
+
+
+def test_entry_ids_of_two_regions_may_be_equal() -> None:
+    waiting = queue(arrival(1, "7-0"))
+    assert waiting.offer(arrival(2, "7-0", region="west")) is Verdict.QUEUED
+    assert waiting.depth() == {"east": 1, "west": 1}
+
+
+def test_after_a_resume_trained_groups_stay_trained_and_unacknowledged_ones_are_known() -> None:
+    made = GroupQueue(TrainedSet(below=3, beyond=[5]), unacknowledged=[("east", "1-2")])
+    assert made.offer(arrival(2)) is Verdict.SEEN
+    assert made.offer(arrival(2, "1-77")) is Verdict.DUPLICATE
+    assert made.offer(arrival(5)) is Verdict.DUPLICATE
+    assert made.offer(arrival(4)) is Verdict.QUEUED
+
+
+def test_the_sweep_removes_what_is_older_than_the_bound_and_nothing_else() -> None:
+    waiting = queue(*(arrival(i, version=i) for i in range(11)))
+    old = waiting.sweep(NOW, 0, 3)
+    assert sorted(a.group.group_index for a in old) == [0, 1, 2, 3, 4, 5, 6]
+    assert waiting.indices == {7, 8, 9, 10}
+    assert waiting.sweep(NOW, 0, 3) == []
+
+
+def test_age_zero_admits_the_present_version_alone() -> None:
+    waiting = queue(arrival(0, version=9), arrival(1, version=10))
+    waiting.sweep(NOW, 0, 0)
+    assert waiting.indices == {1}
+
+
+def test_a_group_is_as_old_as_its_oldest_token() -> None:
+    """One token of one rollout, sampled before a swap in mid-rollout, decides."""
+    spans = tuple(VersionSpan(PolicyVersion(1, v), start) for v, start in ((6, 0), (9, 1), (10, 2)))
+    mixed = replace(group(0), rollouts=(rollout(0, spans=(VersionSpan(NOW, 0),)), rollout(1, tokens=3, spans=spans)))
+    assert group_age(Arrival("east", "1-1", mixed, 1), NOW, 0) == 4
+
+
+@pytest.mark.parametrize(
+    ("version", "age"),
+    [(6, 0 + 2), (4, 2 + 2), (7, 2 + 1), (9, 2 + 3)],
+    ids=["at the fork", "before it", "just beyond it", "far beyond it"],
+)
+def test_ages_after_a_fork(version: int, age: int) -> None:
+    """Epoch 2 forked at version 6 and is at 8: older tokens lie on its own line up to 6, and beside it from 7 on."""
+    before = arrival(0, version=version, epoch=1)
+    now = PolicyVersion(2, 8)
+    assert group_age(before, now, 6) == age
+    assert len(queue(before).sweep(now, 6, age)) == 0
+    assert len(queue(before).sweep(now, 6, age - 1)) == 1
+
+
+def test_tokens_on_both_sides_of_a_fork_count_by_the_farther() -> None:
+    spans = (VersionSpan(PolicyVersion(1, 9), 0), VersionSpan(PolicyVersion(2, 7), 1))
+    mixed = replace(group(0), rollouts=(rollout(0, spans=spans), rollout(1, spans=spans)))
+    assert group_age(Arrival("east", "1-1", mixed, 1), PolicyVersion(2, 8), 6) == 5
+
+
+def test_a_swept_group_may_come_again_with_fresh_tokens() -> None:
+    waiting = queue(arrival(3, "1-1", version=0))
+    assert len(waiting.sweep(NOW, 0, 5)) == 1
+    assert waiting.offer(arrival(3, "1-50", version=10)) is Verdict.QUEUED
+    assert taken(waiting.take(1)) == [3]
+
+
+def test_clear_hands_over_everything_that_waits() -> None:
+    waiting = queue(*(arrival(i) for i in range(4)))
+    waiting.take(2)
+    assert sorted(a.group.group_index for a in waiting.clear()) == [2, 3]
+    assert len(waiting) == 0
+    assert waiting.offer(arrival(0)) is Verdict.SEEN, "trained and not acknowledged yet"
+
+
+@given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
+def test_a_trained_set_is_a_set(indices: list[int], below: int) -> None:
+    trained = TrainedSet(below)
+    for index in indices:
+        trained.add([index])
+    assert trained.indices() == set(range(below)) | set(indices)
+    assert all(index in trained for index in trained.indices())
+    assert trained.below not in trained
+    assert TrainedSet(trained.below, trained.beyond).indices() == trained.indices()
+    assert all(index > trained.below for index in trained.beyond), "compact: what follows on is folded in"
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 25), st.integers(0, 12), st.sampled_from(["east", "west"])),
+    max_size=40,
+    unique_by=lambda row: row[0],
+)
+
+
+@given(ARRIVALS, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_batches_do_not_depend_on_the_order_of_arrival(rows, count: int, shuffler: random.Random) -> None:
+    def batches(order) -> list[list[int]]:
+        waiting = queue(*(arrival(i, version=v, region=r) for i, v, r in order))
+        waiting.sweep(NOW, 0, 4)
+        made = []
+        while (batch := waiting.take(count)) is not None:
+            made.append(taken(batch))
+        return made
+
+    shuffled = list(rows)
+    shuffler.shuffle(shuffled)
+    assert batches(shuffled) == batches(rows)
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("offer"), st.integers(0, 12), st.integers(0, 3)),
+        st.tuples(st.just("take"), st.integers(1, 4), st.just(0)),
+        st.tuples(st.just("acknowledge"), st.just(0), st.just(0)),
+        st.tuples(st.just("step"), st.just(0), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_whatever_comes_a_group_is_trained_once_and_never_too_old(events) -> None:
+    """`copy` tells several entries of one group apart; versions move on between offers and batches."""
+    trained: list[int] = []
+    version = 0
+    waiting = GroupQueue(TrainedSet())
+    unacknowledged: list[tuple[str, str]] = []
+    for kind, a, copy in events:
+        if kind == "offer":
+            waiting.offer(arrival(a, f"{version}-{100 * copy + a}", version=version))
+        elif kind == "step":
+            version += 1
+        elif kind == "acknowledge":
+            waiting.forget(unacknowledged)
+            unacknowledged = []
+        else:
+            now = PolicyVersion(1, version)
+            waiting.sweep(now, 0, 2)
+            batch = waiting.take(a)
+            if batch is not None:
+                assert len(batch) == a
+                assert max(group_age(b, now, 0) for b in batch) <= 2
+                trained += taken(batch)
+                unacknowledged += [(b.region, b.entry_id) for b in batch]
+    assert len(trained) == len(set(trained))

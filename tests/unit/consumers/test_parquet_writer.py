@@ -1,0 +1,112 @@
+"""A file under its final name is complete, and what it holds can be asked for."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.groups import group
+
+from anabranch.consumers.parquet_writer import id_key, recorded, remove_leftovers, write_entries
+from anabranch.schemas.trajectory import SCHEMA, decode_group, encode_group, read_batch
+
+
+def batch(index: int) -> pa.RecordBatch:
+    return read_batch(encode_group(group(index)))
+
+
+def entries(*ids: str) -> list[tuple[str, pa.RecordBatch]]:
+    return [(entry_id, batch(number)) for number, entry_id in enumerate(ids)]
+
+
+def test_ids_sort_by_number_not_by_text() -> None:
+    assert sorted(["10-0", "9-12", "9-2", "9"], key=id_key) == ["9", "9-2", "9-12", "10-0"]
+
+
+def test_rows_are_those_of_the_entries_and_say_which(tmp_path: Path) -> None:
+    path = write_entries(tmp_path, "east", entries("5-0", "5-1"))
+    assert path == tmp_path / "region=east" / "5-0_5-1.parquet"
+    table = pq.read_table(tmp_path)
+    assert table.column("entry_id").to_pylist() == ["5-0", "5-0", "5-1", "5-1"]
+    assert table.column("group_index").to_pylist() == [0, 0, 1, 1]
+    assert set(table.column_names) == (set(SCHEMA.names) | {"entry_id"})
+    assert table.column("region").to_pylist() == ["east"] * 4, "from the folder's name, as any Parquet reader has it"
+
+
+def test_arrays_and_spans_survive(tmp_path: Path) -> None:
+    sent = read_batch(encode_group(group(3, version=7)))
+    path = write_entries(tmp_path, "east", [("1-0", sent)])
+    back = pq.read_table(path, partitioning=None).drop_columns("entry_id")
+    for name in back.column_names:
+        assert back.column(name).to_pylist() == sent.column(name).to_pylist()
+        assert back.schema.field(name).type == SCHEMA.field(name).type
+
+
+def test_a_batch_of_a_newer_minor_version_is_written_beside_ours(tmp_path: Path) -> None:
+    newer = batch(1).append_column("route", pa.array(["a", "b"])).replace_schema_metadata(SCHEMA.metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, newer.schema) as writer:
+        writer.write_batch(newer)
+    payload = sink.getvalue().to_pybytes()
+    assert decode_group(payload).group_index == 1
+    write_entries(tmp_path, "east", [("1-0", batch(0)), ("1-1", read_batch(payload))])
+    assert recorded(tmp_path, "east", ["1-0", "1-1"]) == {"1-0", "1-1"}
+
+
+def test_recorded_tells_what_is_on_disk_and_what_is_not(tmp_path: Path) -> None:
+    write_entries(tmp_path, "east", entries("5-0", "5-1", "7-3"))
+    write_entries(tmp_path, "east", entries("9-0", "10-0"))
+    write_entries(tmp_path, "west", entries("6-0"))
+    asked = ["4-0", "5-1", "6-0", "7-3", "9-1", "10-0", "11-0"]
+    assert recorded(tmp_path, "east", asked) == {"5-1", "7-3", "10-0"}
+    assert recorded(tmp_path, "west", asked) == {"6-0"}
+    assert recorded(tmp_path, "east", []) == set()
+    assert recorded(tmp_path, "nowhere", asked) == set()
+
+
+def test_leftovers_go_and_files_stay(tmp_path: Path) -> None:
+    kept = write_entries(tmp_path, "east", entries("5-0"))
+    torn = kept.with_name("6-0_9-0.tmp")
+    torn.write_bytes(b"PAR1 half")
+    assert remove_leftovers(tmp_path) == 1
+    assert not torn.exists()
+    assert recorded(tmp_path, "east", ["5-0"]) == {"5-0"}
+    assert remove_leftovers(tmp_path / "not there") == 0
+
+
+WRITE_WITH_LITTLE_ROOM = """
+import resource, signal, sys
+from pathlib import Path
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.path.insert(0, sys.argv[2])
+from tests.unit.consumers.test_parquet_writer import entries
+from anabranch.consumers.parquet_writer import write_entries
+made = entries(*(f"1-{i}" for i in range(50)))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    write_entries(Path(sys.argv[1]), "east", made)
+except OSError as error:
+    print("refused:", error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print("left:", sorted(p.name for p in Path(sys.argv[1]).rglob("*") if p.is_file()))
+write_entries(Path(sys.argv[1]), "east", made)
+"""
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY, reason="a limit is set")
+def test_a_write_that_fails_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """On a full disk a half-written file would keep the very space that is needed."""
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", WRITE_WITH_LITTLE_ROOM, str(tmp_path), str(root)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "refused: [Errno 27] File too large" in done.stdout
+    assert "left: []" in done.stdout
+    assert recorded(tmp_path, "east", ["1-49"]) == {"1-49"}
