@@ -19,6 +19,7 @@ from pathlib import Path
 from anabranch.consumers.ledger import read_ledger
 from anabranch.deploy import run_directory, topology
 from anabranch.deploy.child import ChildSpec, Restart
+from anabranch.deploy.glyphs import log_line
 from anabranch.deploy.history import read_history
 from anabranch.deploy.live import Monitor
 from anabranch.deploy.summary import LEDGER_FILE, RUN_FILE, heldout_line, machine_facts, write_report
@@ -181,7 +182,7 @@ class _Demo:
         elif children and children[0].spec.name == "model":
             tail = children[0].log_tail(1)
             if self._monitor.is_terminal and tail:
-                self._monitor.phase(f"making the model: {tail[0][-60:]}")
+                self._monitor.phase(f"making the model: {log_line(tail[0])[:60]}")
         elif self._monitor.view.history.last is not None:
             self._monitor.phase("training")
         self._monitor.tick()
@@ -247,7 +248,7 @@ class _Demo:
         if outcome.log_tail:
             say(f"last lines of {outcome.log}:")
             for line in outcome.log_tail:
-                say(f"  {line}")
+                say(f"  {log_line(line)}")
         say(f"anabranch demo: {outcome.line}{progress}")
         if outcome.end is not End.FAILED:
             say(f"go on with: anabranch demo --name {self._config.run.name} and the same settings")

@@ -1,4 +1,4 @@
-"""Numbers as short text: sparklines, bars, durations, sizes. Pure; plain ASCII on request.
+"""Numbers and log lines as short text: sparklines, bars, durations, sizes. Pure; plain ASCII on request.
 
 Invariant: every function takes any float, infinite and NaN included, and its text is never wider than asked.
 Held by tests/unit/deploy/test_display.py.
@@ -6,6 +6,7 @@ Held by tests/unit/deploy/test_display.py.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -50,3 +51,20 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     raise AssertionError("unreachable")
+
+
+def log_line(line: str) -> str:
+    """A structured log line as a person reads it (`warning: swap refused policy=e1.v3`); any other line as it is."""
+    if not line.startswith("{"):
+        return line
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(fields, dict) or "event" not in fields:
+        return line
+    event, level = fields.pop("event"), fields.pop("level", "info")
+    for known in ("service", "region", "timestamp"):
+        fields.pop(known, None)
+    words = [str(event) if level == "info" else f"{level}: {event}", *(f"{k}={v}" for k, v in fields.items())]
+    return " ".join(words)

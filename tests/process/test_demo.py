@@ -6,6 +6,7 @@ that the demo itself does. The real learner and producers run under it in tests/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -102,14 +103,16 @@ class Demo:
         (self.root / "stand_in.py").write_text(STAND_IN)
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, *words: str, step_s: float = 0.02, steps: int = 10) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str, step_s: float = 0.02, steps: int = 10, stdout: int = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         environment = {
             "PATH": os.environ["PATH"], "HOME": str(self.root), "STAND_IN_STEP_S": str(step_s), "MPLCONFIGDIR": str(self.root),
-            "TMPDIR": str(self.temporary),
+            "TMPDIR": str(self.temporary), "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30",
         }  # fmt: skip
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", HOST, str(self.root / "stand_in.py"), "demo", "--name", "r", "--steps", str(steps), *words],
-            cwd=self.root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            cwd=self.root, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
         return process
@@ -195,6 +198,25 @@ def test_a_whole_run(demo: Demo) -> None:
     assert again.returncode == 0
     assert json.loads(out)["heldout_after"] == 0.5
     assert "complete already" in err
+
+
+def test_on_a_terminal_there_is_a_screen_and_the_two_numbers_end_it(demo: Demo) -> None:
+    master, slave = os.openpty()
+    process = demo.start(step_s=0.2, stdout=slave)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other side closed
+        while data := os.read(master, 65536):
+            shown += data
+    os.close(master)
+    assert process.wait(timeout=10) == 0
+    text = shown.decode()
+    assert "making the model" in text
+    assert "step 10/10" in text
+    assert "waiting for a batch" in text
+    assert "e1.v1" in text
+    assert '"event"' not in text
+    assert text.endswith("held-out reward 0.400 ± 0.010 -> 0.500 ± 0.010 (9 prompts)  runs/r\r\n")
 
 
 def test_ctrl_c_then_the_same_command_goes_on(demo: Demo) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from anabranch.deploy.display import ChildLine, RunView, alarms, render
-from anabranch.deploy.glyphs import bar, duration, size, sparkline
+from anabranch.deploy.glyphs import bar, duration, log_line, size, sparkline
 from anabranch.deploy.history import History, read_history
 from anabranch.schemas.metrics import LearnerStatus, ProducerStatus, StepRecord
 
@@ -141,3 +141,18 @@ def test_small_words() -> None:
     ]
     assert [size(x) for x in (12, 61_234, 1_900_000, 3e12)] == ["12 B", "61.2 kB", "1.9 MB", "3000.0 GB"]
     assert [bar(x, 4) for x in (0, 0.5, 1, 7)] == ["░░░░", "██░░", "████", "████"]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("anabranch: ConfigError: no", "anabranch: ConfigError: no"),
+        ('{"torn": ', '{"torn": '),
+        ('{"no": "event"}', '{"no": "event"}'),
+        ('{"service": "producer", "region": "east", "event": "swap refused", "policy": "e1.v3", "level": "warning", "timestamp": "x"}',
+         "warning: swap refused policy=e1.v3"),
+        ('{"event": "ready", "level": "info", "seconds": 2}', "ready seconds=2"),
+    ],
+)  # fmt: skip
+def test_log_lines_for_people(line: str, shown: str) -> None:
+    assert log_line(line) == shown
