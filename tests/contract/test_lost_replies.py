@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from tests.contract.flaky_link import FlakyLink
 
 from anabranch.schemas.envelope import Envelope, open_envelope
 from anabranch.schemas.errors import StreamUnavailableError
