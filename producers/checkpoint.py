@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.schemas.errors import ModelMismatchError
-from anabranch.schemas.layout import DTYPE_BYTES
+from anabranch.schemas.layout import DTYPE_BYTES, Layout
 
 _DTYPES = {
     "BF16": "bf16", "F16": "f16", "F32": "f32", "F64": "f64", "F8_E4M3": "f8_e4m3", "F8_E5M2": "f8_e5m2",
@@ -65,6 +65,17 @@ def checkpoint_tensors(model_dir: Path) -> list[StoredTensor]:
             )
         del found[OUTPUT_EMBEDDING]
     return [found[name] for name in sorted(found)]
+
+
+def first_difference(ours: Layout, theirs: Layout) -> str:
+    """Where the layout of the weights (`theirs`) departs from the model's (`ours`), in words."""
+    for name in sorted(ours.by_name.keys() | theirs.by_name.keys()):
+        a, b = ours.by_name.get(name), theirs.by_name.get(name)
+        if a is None or b is None:
+            return f"tensor {name!r} is {'not in the model' if a is None else 'missing from the weights'}"
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return f"tensor {name!r} is {a.dtype}{list(a.shape)} in the model, {b.dtype}{list(b.shape)} in the weights"
+    return "the layouts differ"
 
 
 def read_json(path: Path) -> dict[str, Any]:

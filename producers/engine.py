@@ -26,15 +26,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.producers.checkpoint import read_json
-from anabranch.producers.engine_environment import configure_environment
+from anabranch.producers.checkpoint import first_difference
 from anabranch.producers.mirror import Mirror, SharedMemory, layout_of_checkpoint
+from anabranch.producers.vllm_setup import build_engine, configure_environment, stop_token_ids
+from anabranch.schemas import errors
 from anabranch.schemas.config import ProducerSection, SamplingSection
 from anabranch.schemas.errors import AnabranchError, ConfigError, ModelMismatchError, UnsafeSamplingError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
-
-_EXTENSION = "anabranch.producers.worker_extension.AnabranchWorkerExtension"
 
 
 class EngineState(Enum):
@@ -89,17 +88,17 @@ class RolloutEngine:
         configure_environment(config)
         self._config, self._sampling = config, sampling
         self._layout = layout_of_checkpoint(model_dir)
-        self._stop_token_ids = _stop_token_ids(model_dir)
+        self._stop_token_ids = stop_token_ids(model_dir)
         self._requests: dict[str, _Request] = {}
         self._policy: PolicyVersion | None = None
-        self._engine = _build_engine(model_dir, config, seed)
+        self._engine = build_engine(model_dir, config, seed)
         self._tokenizer = self._engine.get_tokenizer()
         self._state = EngineState.LOADED
         try:
             defaults = self._engine.model_config.get_diff_sampling_param()
             if defaults:
                 raise UnsafeSamplingError(f"the model's generation config changes sampling: {defaults}")
-            self._rpc("init_weight_transfer_engine", init_info={"model_dir": str(model_dir)})
+            self._ask("anabranch_init", model_dir=str(model_dir))
         except BaseException:
             self.close()
             raise
@@ -208,30 +207,29 @@ class RolloutEngine:
         """
         self._require(EngineState.LOADED, EngineState.SERVING)
         if mirror.layout.hash != self._layout.hash:
-            raise ModelMismatchError(_first_difference(self._layout, mirror.layout))
+            raise ModelMismatchError(first_difference(self._layout, mirror.layout))
         if self._state is EngineState.LOADED:
             changed = dict.fromkeys(self._layout.by_name)
         started = time.perf_counter()
         rows, indices = _index_rows(changed)
-        self._rpc("start_weight_update")
+        update_info = {
+            "mirror_path": mirror.path,
+            "layout_hash": mirror.layout.hash,
+            "changed": rows,
+            "index_path": indices.path,
+            "index_count": indices.data.nbytes // 8,
+        }
         try:
-            self._rpc(
-                "update_weights",
-                update_info={
-                    "mirror_path": mirror.path,
-                    "layout_hash": mirror.layout.hash,
-                    "changed": rows,
-                    "index_path": indices.path,
-                    "index_count": indices.data.nbytes // 8,
-                },
-            )
-        except Exception:
-            self._rpc("anabranch_cancel_update")
+            self._ask("anabranch_stage", update_info=update_info)
+        except AnabranchError:  # a worker has refused: others may have staged
+            self._ask("anabranch_cancel")
             raise
         finally:
             indices.close()
         try:
-            self._rpc("finish_weight_update")
+            self._ask("start_weight_update")
+            self._ask("update_weights", update_info=update_info)
+            self._ask("finish_weight_update")
             self._forget_kv()
             self._engine.set_weight_version(str(policy))
             self._policy = PolicyVersion.parse(self._engine.get_weight_version())
@@ -253,7 +251,7 @@ class RolloutEngine:
         self._require(EngineState.LOADED, EngineState.SERVING)
         live = Mirror(self._layout)
         try:
-            self._rpc("anabranch_export_live", path=live.path, layout_hash=self._layout.hash)
+            self._ask("anabranch_export_live", path=live.path, layout_hash=self._layout.hash)
             return live.digest()
         finally:
             live.close()
@@ -267,8 +265,11 @@ class RolloutEngine:
         self._engine.engine_core.shutdown()
         del self._engine
 
-    def _rpc(self, method: str, **kwargs: object) -> None:
-        self._engine.collective_rpc(method, kwargs=kwargs)
+    def _ask(self, method: str, **kwargs: object) -> None:
+        """Call `method` on every worker; raise the first refusal (see `AnabranchWorkerExtension`)."""
+        for refusal in self._engine.collective_rpc(method, kwargs=kwargs):
+            if refusal is not None:
+                raise getattr(errors, refusal[0])(refusal[1])
 
     def _require(self, *states: EngineState) -> None:
         if self._state not in states:
@@ -315,46 +316,6 @@ class RolloutEngine:
                 self._start(request_id, request)
 
 
-def _build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    if current_platform.device_type != config.device:
-        raise ConfigError(f"producer.device = {config.device}, but this vLLM runs on {current_platform.device_type!r}")
-    arguments = EngineArgs(
-        model=str(model_dir),
-        dtype=config.dtype,
-        tensor_parallel_size=config.tensor_parallel_size,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_memory_bytes=config.kv_cache_bytes,
-        enforce_eager=config.device == "cpu",
-        async_scheduling=False,  # a step in flight would make a tag one step off
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",  # the model's own sampling defaults are not used
-        seed=seed,
-        load_format="safetensors",
-        weight_transfer_config=WeightTransferConfig(backend="anabranch"),
-        worker_extension_cls=_EXTENSION,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-    )
-    try:
-        return LLMEngine.from_engine_args(arguments)
-    except (ValueError, KeyError) as error:  # of its configuration checks and weight loader
-        kind = ModelMismatchError if "no module or parameter named" in str(error) else ConfigError
-        raise kind(f"vLLM cannot serve {model_dir}: {error}") from error
-
-
-def _stop_token_ids(model_dir: Path) -> list[int]:
-    """End-of-sequence ids of generation_config.json: the tokenizer knows only one of them."""
-    ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
-    return [] if ids is None else sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])})
-
-
 def _index_rows(changed: Mapping[str, NDArray[np.int64] | None]) -> tuple[list[tuple[str, int, int]], SharedMemory]:
     """Rows [name, first, count] for `UpdateInfo.changed`, and all index arrays one after another in shared memory."""
     memory = SharedMemory("anabranch-indices", 8 * sum(len(i) for i in changed.values() if i is not None))
@@ -367,13 +328,3 @@ def _index_rows(changed: Mapping[str, NDArray[np.int64] | None]) -> tuple[list[t
         rows.append((name, first, len(indices)))
         first += len(indices)
     return rows, memory
-
-
-def _first_difference(ours: Layout, theirs: Layout) -> str:
-    for name in sorted(ours.by_name.keys() | theirs.by_name.keys()):
-        a, b = ours.by_name.get(name), theirs.by_name.get(name)
-        if a is None or b is None:
-            return f"tensor {name!r} is {'not in the model' if a is None else 'missing from the weights'}"
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return f"tensor {name!r} is {a.dtype}{list(a.shape)} in the model, {b.dtype}{list(b.shape)} in the weights"
-    return "the layouts differ"

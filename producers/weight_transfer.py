@@ -1,8 +1,8 @@
 """The receiving end of weight updates inside a vLLM worker: a `WeightTransferEngine` named "anabranch".
 
-Invariant: an update is written completely or not at all. `update_weights` only stages: it maps the mirror, checks the
-layout, every name and every index, and works out all targets and values; `finish_weight_update` writes them. A
-refused update leaves the old weights in place, on every rank. Held by tests/e2e/test_engine_digest.py.
+Invariant: an update is written completely or not at all. `stage` (and vLLM's `update_weights`) only prepares: it maps
+the mirror, checks the layout, every name and every index, and works out all targets and values;
+`finish_weight_update` writes them. A refused update leaves the old weights in place, on every rank. Held by tests/e2e/test_engine_digest.py.
 
 An update says where the new state lies (a mirror in shared memory, `producers/mirror.py`) and what changed in it;
 values are absolute, so applying an update twice is harmless. Works in any vLLM process that has called `register()`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,6 +91,7 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     _map: IndexMap | None = None
+    _staged_info: UpdateInfo | None = None
     _staged: list[_Scatter | _Copy]
     _reload: list[tuple[str, torch.Tensor]]
 
@@ -114,15 +116,24 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._self_check(layout.by_name[tensor.name], tensor.read())
 
     def start_weight_update(self) -> None:
-        self.cancel()
+        """Nothing to prepare: writes happen in place, at the end."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Stage an update: all checks, no write.
+        """Stage an update, unless that very one was staged before. Errors as `stage`."""
+        if update_info != self._staged_info:
+            self._stage(update_info)
+
+    def stage(self, update_info: dict[str, Any]) -> None:
+        """Check an update and work out its writes, writing nothing. `update_info` has the fields of `UpdateInfo`.
 
         Raises:
             ModelMismatchError: another layout, or a tensor the layout lacks.
             DeltaError: the shared memory is gone or too small, or an index is out of range.
         """
+        self._stage(self.parse_update_info(update_info))
+
+    def _stage(self, update_info: UpdateInfo) -> None:
+        self.cancel()
         layout = self._index_map.layout
         if update_info.layout_hash != layout.hash:
             raise ModelMismatchError(
@@ -147,6 +158,7 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._stage_sparse(spec, image, positions[first : first + count])
         if reload:  # such tensors may depend on each other inside the loader: all of them or none
             self._reload = [(n, _tensor(layout.by_name[n], image)) for n in self._index_map.computed]
+        self._staged_info = update_info
 
     def finish_weight_update(self) -> None:
         """Write what was staged."""
@@ -159,7 +171,7 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def cancel(self) -> None:
         """Forget what was staged."""
-        self._staged, self._reload = [], []
+        self._staged, self._reload, self._staged_info = [], [], None
 
     def export_live(self, path: str, layout_hash: str) -> None:
         """Write this rank's live weights into the flat image at `path`, in checkpoint order and dtype.

@@ -40,7 +40,7 @@ def _lab(
         engine.submit("early", [1, 2, 3], seed=0)
     assert engine.policy is None
     lab = Lab(model_dir, engine, Mirror.from_checkpoint(model_dir), str(refused.value), two_ends=family == "llama")
-    lab.publish(0, fraction=0.0)
+    lab.begin(0)
     yield lab
     engine.close()
 

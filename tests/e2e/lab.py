@@ -23,8 +23,7 @@ Changed = dict[str, NDArray[np.int64] | None]
 
 @dataclass
 class Lab:
-    """`refused_before_first_policy`: what `submit` said before any swap. Tests share a lab: no test may rely on the
-    version or the weights that another one left."""
+    """`refused_before_first_policy`: what `submit` said before any swap. Tests share a lab: each starts with `begin`."""
 
     model_dir: Path
     engine: RolloutEngine
@@ -33,25 +32,30 @@ class Lab:
     states: dict[PolicyVersion, NDArray[np.uint8]] = field(default_factory=dict)
     two_ends: bool = False  # its generation config names a second end-of-sequence token
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _rng: np.random.Generator = field(default_factory=np.random.default_rng)
 
-    def random_changes(self, rng: np.random.Generator, fraction: float) -> list[TensorChange]:
-        """New values, of the size of the old ones, for about `fraction` of every tensor's elements."""
+    def begin(self, seed: int) -> SwapReport:
+        """Start a test: the checkpoint's own weights under a new version, and updates drawn from `seed` from here on, so
+        that a test sees the same weights whatever ran before it."""
+        self._rng = np.random.default_rng(seed)
+        original = Mirror.from_checkpoint(self.model_dir)
+        names = list(self.mirror.layout.by_name)
+        self.mirror.apply(TensorChange(n, None, original.tensor_bits(n)) for n in names)
+        return self._swap(dict.fromkeys(names))
+
+    def publish(self, *, fraction: float = 0.02, dense: bool = False) -> SwapReport:
+        """Swap in the next version, with about `fraction` of every tensor's elements changed to others of its values."""
         changes = []
         for spec in self.mirror.layout.tensors:
-            indices = np.flatnonzero(rng.random(spec.numel) < fraction).astype(np.int64)
+            where = np.flatnonzero(self._rng.random(spec.numel) < fraction).astype(np.int64)
             bits = self.mirror.tensor_bits(spec.name)
-            changes.append(TensorChange(spec.name, indices, rng.permutation(bits)[: len(indices)].copy()))
-        return changes
+            changes.append(TensorChange(spec.name, where, self._rng.permutation(bits)[: len(where)].copy()))
+        self.mirror.apply(changes)
+        return self._swap({c.name: None if dense else c.indices for c in changes})
 
-    def publish(self, seed: int, *, fraction: float = 0.02, dense: bool = False) -> SwapReport:
-        """Change the mirror at random and swap it in under the next version; the state is kept for the judge."""
+    def _swap(self, changed: Changed) -> SwapReport:
         policy = PolicyVersion(1, next(self._versions))
-        changed: Changed = {}
-        if fraction:
-            changes = self.random_changes(np.random.default_rng([seed, policy.version]), fraction)
-            self.mirror.apply(changes)
-            changed = {c.name: None if dense else c.indices for c in changes}
-        self.states[policy] = self.mirror.image.copy()
+        self.states[policy] = self.mirror.image.copy()  # for the judge
         return self.engine.swap(self.mirror, policy, changed)
 
     def submit(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, prefix: str = "r") -> list[str]:

@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
 
 def test_live_digest_equals_the_mirrors_after_many_sparse_swaps(lab: Lab) -> None:
-    lab.publish(20)
+    lab.begin(20)
     lab.submit(prompts(4, 16), max_tokens=60)
     seen = set()
     for k in range(12):
-        report = lab.publish(21, fraction=(0.0, 0.001, 0.05, 0.7)[k % 4])
+        report = lab.publish(fraction=(0.0, 0.001, 0.02, 0.7)[k % 4])
         assert lab.engine.policy == report.policy
         assert lab.engine.live_digest() == lab.mirror.digest()
         seen.add(lab.mirror.digest())
@@ -32,24 +32,25 @@ def test_live_digest_equals_the_mirrors_after_many_sparse_swaps(lab: Lab) -> Non
 
 
 def test_dense_and_sparse_swaps_give_the_same_weights(lab: Lab) -> None:
-    lab.publish(22, fraction=0.3, dense=True)
+    lab.begin(22)
+    lab.publish(fraction=0.3, dense=True)
     assert lab.engine.live_digest() == lab.mirror.digest()
 
 
 def test_one_bit_of_one_element_reaches_the_engine_in_every_tensor(lab: Lab) -> None:
-    lab.publish(23, fraction=0.0)
+    lab.begin(23)
     for spec in lab.mirror.layout.tensors:
         for index in (0, spec.numel - 1):
             where = np.array([index])
             lab.mirror.write(spec.name, where, lab.mirror.tensor_bits(spec.name)[where] ^ np.uint16(1))
             lab.engine.swap(lab.mirror, PolicyVersion(2, 1), {spec.name: where})
             assert lab.engine.live_digest() == lab.mirror.digest(), spec.name
-    lab.publish(23, fraction=0.0)
+    lab.publish(fraction=0.0)
 
 
 def test_an_incomplete_change_list_is_seen_in_the_digest(lab: Lab) -> None:
     """The control: the live digest is of the live weights, not of what somebody said."""
-    lab.publish(24, fraction=0.0)
+    lab.begin(24)
     name = lab.mirror.layout.tensors[0].name
     lab.mirror.write(name, np.array([5]), lab.mirror.tensor_bits(name)[[5]] ^ np.uint16(1 << 7))
     lab.engine.swap(lab.mirror, PolicyVersion(2, 2), {})
@@ -73,7 +74,7 @@ def _other_layout(layout: Layout, change: str) -> Layout:
 
 @pytest.mark.parametrize("change", ["missing", "extra", "shape", "dtype"])
 def test_a_mirror_of_another_layout_is_refused_and_the_old_weights_serve_on(lab: Lab, change: str) -> None:
-    report = lab.publish(25)
+    report = lab.begin(25)
     lab.submit(prompts(2, 16), max_tokens=20)
     done = lab.run(5)
     with pytest.raises(ModelMismatchError, match="tensor '"):
@@ -96,7 +97,8 @@ def test_a_mirror_of_another_layout_is_refused_and_the_old_weights_serve_on(lab:
 def test_a_bad_change_is_refused_before_the_first_write(
     lab: Lab, bad: dict[str, np.ndarray | None], error: type[Exception]
 ) -> None:
-    report = lab.publish(26)
+    lab.begin(26)
+    report = lab.publish(fraction=0.5)
     before = lab.engine.live_digest()
     ahead = Mirror.from_checkpoint(lab.model_dir)  # other values everywhere: a partial write would show
     good = dict.fromkeys(n for n in lab.mirror.layout.by_name if n not in bad)
@@ -104,7 +106,7 @@ def test_a_bad_change_is_refused_before_the_first_write(
         lab.engine.swap(ahead, PolicyVersion(9, 9), good | bad)
     assert lab.engine.policy == report.policy
     assert lab.engine.live_digest() == before
-    lab.publish(26)
+    lab.publish()
     assert lab.engine.live_digest() == lab.mirror.digest()
 
 
@@ -126,7 +128,8 @@ def test_the_map_is_small_and_padding_stays_zero(lab: Lab) -> None:
     model = lab.engine._engine.model_executor.driver_worker.model_runner.get_model()
     index_map = trace(model, lab.mirror.layout)
     assert all(len(records) == 1 for records in index_map.copies.values())
-    lab.publish(27, fraction=0.5)
+    lab.begin(27)
+    lab.publish(fraction=0.5)
     embedding = dict(model.named_parameters())["model.embed_tokens.weight"]
     assert embedding.shape[0] > 259
     assert not embedding[259:].any()
@@ -136,7 +139,7 @@ def test_the_map_is_small_and_padding_stays_zero(lab: Lab) -> None:
 
 
 def test_swap_reports_what_it_wrote(lab: Lab) -> None:
-    lab.publish(28, fraction=0.0)
+    lab.begin(28)
     name = "model.norm.weight"
     lab.mirror.write(name, np.array([1, 2, 3]), np.array([1, 2, 3], np.uint16))
     report = lab.engine.swap(lab.mirror, PolicyVersion(2, 4), {name: np.array([1, 2, 3])})

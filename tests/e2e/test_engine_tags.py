@@ -21,11 +21,11 @@ TOKENS = 40
 
 
 def _rollouts_with_swaps(lab: Lab, swap_every: int, seed: int, max_tokens: int = TOKENS) -> dict[str, Finished]:
-    lab.publish(seed)
+    lab.begin(seed)
     lab.submit(prompts(6, 24, seed), max_tokens=max_tokens)
     done = lab.run(swap_every)
     while lab.engine.has_unfinished:
-        lab.publish(seed)
+        lab.publish()
         done |= lab.run(swap_every)
     return done
 
@@ -68,12 +68,12 @@ def test_kept_kv_matches_before_the_swap_and_is_the_mixed_cache_after_it(keep_la
 
 
 def test_same_seeds_and_schedule_give_the_same_rollouts(lab: Lab) -> None:
-    lab.publish(3)
+    lab.begin(3)
     runs = []
     for _ in range(2):
         lab.submit(prompts(6, 24, 3), max_tokens=TOKENS)
         runs.append(lab.run())
-        lab.publish(3, fraction=0.0)  # new version, same weights: no cache crosses
+        lab.publish(fraction=0.0)  # new version, same weights: no cache crosses
     for name, first in runs[0].items():
         assert np.array_equal(first.token_ids, runs[1][name].token_ids)
         assert np.array_equal(first.logprobs, runs[1][name].logprobs)
@@ -82,22 +82,22 @@ def test_same_seeds_and_schedule_give_the_same_rollouts(lab: Lab) -> None:
 
 def test_recomputing_kv_does_not_sample_again(recompute_lab: Lab) -> None:
     """With unchanged weights, swaps in mid-rollout leave tokens and log-probs as they are, only tags differ."""
-    recompute_lab.publish(4)
+    recompute_lab.begin(4)
     recompute_lab.submit(prompts(4, 24, 4), max_tokens=TOKENS)
     plain = recompute_lab.run()
-    recompute_lab.publish(4, fraction=0.0)
+    recompute_lab.publish(fraction=0.0)
     recompute_lab.submit(prompts(4, 24, 4), max_tokens=TOKENS)
     swapped: dict[str, Finished] = {}
     while recompute_lab.engine.has_unfinished:
         swapped |= recompute_lab.run(7)
-        recompute_lab.publish(4, fraction=0.0)
+        recompute_lab.publish(fraction=0.0)
     for name, finished in plain.items():
         assert np.array_equal(finished.token_ids, swapped[name].token_ids)
         assert np.abs(finished.logprobs - swapped[name].logprobs).max() < TOLERANCE
 
 
 def test_end_of_sequence_is_a_token_with_a_log_prob(lab: Lab) -> None:
-    lab.publish(5)
+    lab.begin(5)
     asked = prompts(32, 8, 5)
     lab.submit(asked, max_tokens=200)
     done = lab.run()
@@ -117,11 +117,11 @@ def test_end_of_sequence_is_a_token_with_a_log_prob(lab: Lab) -> None:
 
 def test_the_prefix_cache_is_never_stale(lab: Lab) -> None:
     """Same long prompt before and after a swap, and in requests that wait for a slot while the swap happens."""
-    lab.publish(6)
+    lab.begin(6)
     prompt = prompts(1, 400, 6)[0]  # several KV blocks
     lab.submit([prompt] * (2 * MAX_SEQS), max_tokens=12)
     early = lab.run(3)
-    report = lab.publish(6, fraction=0.2)
+    report = lab.publish(fraction=0.2)
     late = lab.submit([prompt] * 2, max_tokens=12, prefix="s")
     done = early | lab.run()
     waited = [n for n, f in done.items() if f.spans[0].policy == report.policy]
@@ -133,11 +133,12 @@ def test_the_prefix_cache_is_never_stale(lab: Lab) -> None:
 
 def test_without_the_salt_stale_keys_would_be_served(keep_lab: Lab) -> None:
     """The control of the test above: a request under the old salt, with an old one running, does read old KV."""
-    keep_lab.publish(7)
+    keep_lab.begin(7)
     prompt = prompts(1, 400, 7)[0]
-    keep_lab.submit([prompt], max_tokens=12)
+    keep_lab.submit([prompt] * 4, max_tokens=12)
     keep_lab.run(3)
-    keep_lab.publish(7, fraction=0.2)
+    assert keep_lab.engine.has_unfinished
+    keep_lab.publish(fraction=0.2)
     old = keep_lab.engine._policy
     try:
         keep_lab.engine._policy = next(p for p in keep_lab.states if p.version == old.version - 1)
@@ -149,7 +150,7 @@ def test_without_the_salt_stale_keys_would_be_served(keep_lab: Lab) -> None:
 
 def test_the_models_generation_config_does_not_touch_sampling(keep_lab: Lab) -> None:
     """This checkpoint's own config asks for top_k 3: rollouts of one prompt would begin with three different tokens."""
-    keep_lab.publish(11)
+    keep_lab.begin(11)
     prompt = prompts(1, 16, 11)[0]
     names = keep_lab.submit([prompt] * 32, max_tokens=2)
     done = keep_lab.run()
@@ -158,7 +159,7 @@ def test_the_models_generation_config_does_not_touch_sampling(keep_lab: Lab) -> 
 
 
 def test_greedy_and_other_temperatures_per_request(recompute_lab: Lab) -> None:
-    recompute_lab.publish(8)
+    recompute_lab.begin(8)
     prompt = prompts(1, 16, 8)[0]
     for i in range(2):
         recompute_lab.engine.submit(f"r{i}", prompt, seed=i, max_tokens=10, temperature=0.0)
@@ -168,7 +169,7 @@ def test_greedy_and_other_temperatures_per_request(recompute_lab: Lab) -> None:
 
 def test_refused_requests_leave_the_engine_serving(lab: Lab) -> None:
     assert "no policy is served yet" in lab.refused_before_first_policy
-    lab.publish(9)
+    lab.begin(9)
     lab.submit(prompts(1, 8, 9), max_tokens=4)
     with pytest.raises(AnabranchError, match="already running"):
         lab.engine.submit("r0", [1], seed=0)
@@ -180,11 +181,11 @@ def test_refused_requests_leave_the_engine_serving(lab: Lab) -> None:
 
 
 def test_aborted_requests_are_gone(lab: Lab) -> None:
-    lab.publish(10)
+    lab.begin(10)
     names = lab.submit(prompts(4, 8, 10), max_tokens=30)
-    lab.run(3)
+    done = lab.run(3)
     lab.engine.abort([names[0], "unknown"])
-    assert set(lab.run()) == set(names[1:])
+    assert set(done | lab.run()) == set(names[1:])
 
 
 def test_nothing_listens_beyond_loopback(lab: Lab) -> None:

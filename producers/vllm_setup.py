@@ -1,4 +1,4 @@
-"""The environment that vLLM reads when it is imported, set in one place, before that import.
+"""Setting vLLM up: the environment it reads when it is imported, and the engine's arguments.
 
 Invariant: after `configure_environment`, vLLM runs in this process (or in workers it starts itself), reports to nobody,
 loads no foreign plugin, fetches nothing and listens on loopback at most. Held by tests/e2e/test_engine_tags.py.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+from anabranch.producers.checkpoint import read_json
 from anabranch.schemas.config import ProducerSection
-from anabranch.schemas.errors import ConfigError
+from anabranch.schemas.errors import ConfigError, ModelMismatchError
 
 CACHE_VARIABLE = "ANABRANCH_CACHE_DIR"
+EXTENSION = "anabranch.producers.worker_extension.AnabranchWorkerExtension"
 
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the producer itself calls step()
@@ -63,3 +67,49 @@ def configure_environment(config: ProducerSection) -> None:
     dynamo = sys.modules.get("torch._dynamo.config")
     if dynamo is not None and config.device == "cpu":
         dynamo.disable = True  # type: ignore[attr-defined]  # it read the variable when it was imported
+
+
+def build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
+    """A synchronous vLLM engine over `model_dir`; call `configure_environment` first.
+
+    Raises:
+        ConfigError: another device than configured, or a setting that vLLM refuses.
+        ModelMismatchError: the checkpoint holds a tensor that the model does not know.
+    """
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if current_platform.device_type != config.device:
+        raise ConfigError(f"producer.device = {config.device}, but this vLLM runs on {current_platform.device_type!r}")
+    arguments = EngineArgs(
+        model=str(model_dir),
+        dtype=config.dtype,
+        tensor_parallel_size=config.tensor_parallel_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_memory_bytes=config.kv_cache_bytes,
+        enforce_eager=config.device == "cpu",
+        async_scheduling=False,  # a step in flight would make a tag one step off
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # the model's own sampling defaults are not used
+        seed=seed,
+        load_format="safetensors",
+        weight_transfer_config=WeightTransferConfig(backend="anabranch"),
+        worker_extension_cls=EXTENSION,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except (ValueError, KeyError) as error:  # of its configuration checks and weight loader
+        kind = ModelMismatchError if "no module or parameter named" in str(error) else ConfigError
+        raise kind(f"vLLM cannot serve {model_dir}: {error}") from error
+
+
+def stop_token_ids(model_dir: Path) -> list[int]:
+    """End-of-sequence ids of generation_config.json: the tokenizer knows only one of them."""
+    ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
+    return [] if ids is None else sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])})
