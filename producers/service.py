@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from anabranch.producers.environments import Problem, Task
 
 from anabranch.producers.engine import RolloutEngine
-from anabranch.producers.environments import Problem, Task
 from anabranch.producers.hub_link import HubLink
 from anabranch.producers.mirror import Mirror, layout_of_checkpoint
 from anabranch.producers.outbox import Outbox
@@ -38,6 +38,14 @@ class TaskPrompts:
 
     def __init__(self, task: Task, tokenizer: Any, config: RunConfig) -> None:
         self._task, self._tokenizer, self._config = task, tokenizer, config
+        self._heldout = [(p, self._encode(p)) for p in map(task.heldout, range(config.task.heldout_size))]
+        longest = max(len(ids) for _, ids in self._heldout)
+        if longest > config.task.max_prompt_tokens:
+            raise ConfigError(
+                f"task.max_prompt_tokens = {config.task.max_prompt_tokens}, but a held-out prompt of {config.task.dataset} "
+                f"has {longest} tokens"
+            )
+        self.training(0)
 
     def training(self, group_index: int) -> tuple[Problem, Sequence[int]]:
         for attempt in range(PROMPT_TRIES):
@@ -51,8 +59,7 @@ class TaskPrompts:
         )
 
     def heldout(self, index: int) -> tuple[Problem, Sequence[int]]:
-        problem = self._task.heldout(index)
-        return problem, self._encode(problem)[: self._config.task.max_prompt_tokens]
+        return self._heldout[index]
 
     def score(self, problem: Problem, text: str) -> float:
         return self._task.score(problem, text)
@@ -90,7 +97,7 @@ def produce(config: RunConfig, region: str) -> int:
         stream = connect_region(config, region)
         hub, weights_hub = connect_hub(config), connect_hub(config)
         mirror = Mirror(layout_of_checkpoint(config.model.path))
-        task = Task(config.task, config.run.seed)
+        prompts = TaskPrompts(Task(config.task, config.run.seed), load_tokenizer(config.model.path), config)
         started = time.monotonic()
         engine = RolloutEngine(config.model.path, config.producer, config.sampling, seed=config.run.seed)
         log.info("engine loaded", seconds=round(time.monotonic() - started, 1), producer=producer)
@@ -105,7 +112,6 @@ def produce(config: RunConfig, region: str) -> int:
             poll_ms=config.producer.poll_ms,
             status=lambda: loop.status(),
         )
-        prompts = TaskPrompts(task, load_tokenizer(config.model.path), config)
         loop = RolloutLoop(engine, prompts, follower, link, outbox, config, producer=producer, region=region)
         follower.start()
         link.start()
