@@ -15,9 +15,6 @@ from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
 
-sys.path.insert(0, str(Path(__file__).parent))
-from flaky_link import FlakyLink
-
 GROUP = "learner"
 
 
