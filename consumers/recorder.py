@@ -18,7 +18,7 @@ import structlog
 from anabranch.consumers.parquet_writer import Entry, id_key, recorded, remove_leftovers, write_entries
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.envelope import open_envelope
-from anabranch.schemas.errors import StreamUnavailableError, WireError
+from anabranch.schemas.errors import DeadlineError, StreamUnavailableError, TemporaryError, WireError
 from anabranch.schemas.keys import RECORDER_GROUP
 from anabranch.schemas.trajectory import read_batch
 from anabranch.transport.log import setup_logging
@@ -41,6 +41,7 @@ class _Region:
     skipped: list[str] = field(default_factory=list)  # unreadable or already on disk: acknowledged with the next file
     since_s: float = 0.0
     retry_at_s: float = 0.0
+    error: str = ""  # of the last attempt, if it failed
 
 
 class Recorder:
@@ -61,9 +62,10 @@ class Recorder:
     def poll(self) -> int:
         """One round: read what is new, write the files that are due. Returns how many entries were read."""
         entries = 0
-        for region in self._regions:
-            if self._clock() < region.retry_at_s:
-                continue
+        due_regions = [r for r in self._regions if self._clock() >= r.retry_at_s]
+        if not due_regions:
+            time.sleep(0.05)
+        for region in due_regions:
             try:
                 entries += self._read(region)
                 due = self._clock() - region.since_s >= self._config.recorder.seconds_per_file
@@ -72,12 +74,26 @@ class Recorder:
             except (StreamUnavailableError, OSError) as error:
                 self._log.warning("recording paused", region=region.name, error=str(error), retry_s=RETRY_S)
                 region.retry_at_s = self._clock() + RETRY_S
+                region.error = str(error)
+            else:
+                region.error = ""
         return entries
 
+    def paused(self) -> dict[str, str]:
+        """Region -> why, for those whose last attempt failed."""
+        return {r.name: r.error for r in self._regions if r.error}
+
     def flush(self) -> None:
-        """Write what is buffered, whatever its age. Raises StreamUnavailableError or OSError."""
+        """Write what is buffered, whatever its age, in every region that can be written. Raises TemporaryError when one
+        could not be; its entries stay pending, and the next recorder finds them."""
+        failed: list[str] = []
         for region in self._regions:
-            self._write(region)
+            try:
+                self._write(region)
+            except (StreamUnavailableError, OSError) as error:
+                failed.append(f"region {region.name}: {error}")
+        if failed:
+            raise TemporaryError(f"not everything is recorded: {'; '.join(failed)}")
 
     @property
     def buffered(self) -> int:
@@ -87,18 +103,20 @@ class Recorder:
         if region.rows >= self._config.recorder.rows_per_file:
             return 0  # the last write failed: read no more until it succeeds
         block_ms = max(1, self._config.stream.block_ms // len(self._regions))
+        found: list[Delivery] = []
+        on_disk: set[str] = set()
         if region.resume_after is not None:
             found = region.stream.read_own_pending(
                 RECORDER_GROUP, CONSUMER, max_entries=64, after_id=region.resume_after
             )
-            region.resume_after = found[-1].entry_id if found else None
             on_disk = recorded(self._directory, region.name, [d.entry_id for d in found])
+            region.resume_after = found[-1].entry_id if found else None
             region.skipped += sorted(on_disk, key=id_key)
-            found = [d for d in found if d.entry_id not in on_disk]
-        else:
+        if not found:
             found = region.stream.read(RECORDER_GROUP, CONSUMER, max_entries=64, block_ms=block_ms)
         for delivery in found:
-            self._take(region, delivery)
+            if delivery.entry_id not in on_disk:
+                self._take(region, delivery)
         return len(found)
 
     def _take(self, region: _Region, delivery: Delivery) -> None:
@@ -138,10 +156,19 @@ def record(config: RunConfig) -> int:
         hub = connect_hub(config)
         sd_notify("READY=1")
         quiet = 0
+        waiting_since = time.monotonic()
         while not stop.is_set() and quiet < QUIET_POLLS_TO_END:
             busy = recorder.poll()
             sd_notify("WATCHDOG=1")
-            quiet = quiet + 1 if not busy and _finished(hub.runs.finished) else 0
+            finished = not busy and _finished(hub.runs.finished)
+            paused = recorder.paused()
+            quiet = quiet + 1 if finished and not paused else 0
+            if not (finished and paused):
+                waiting_since = time.monotonic()
+            waited_s = time.monotonic() - waiting_since
+            if waited_s > config.channel.connect_deadline_s:
+                why = "; ".join(paused.values())
+                raise DeadlineError.waiting_for(f"the last entries of {', '.join(paused)}", waited_s, why)
         recorder.flush()
         return 0
 
