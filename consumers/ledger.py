@@ -43,4 +43,4 @@ def render_ledger(ledger: dict[str, LedgerCounts], *, as_json: bool) -> str:
             for i, (fate, n) in enumerate(sorted(c.fates.items()))
         ]
         rows.append(("", f"{c.pending:,}", "+ pending" + ("" if c.balanced else "   DOES NOT BALANCE")))
-    return "\n".join(f"{a:<12} {b:>10}  {c}" for a, b, c in rows)
+    return "\n".join(f"{a:<12} {b:>10}  {c}".rstrip() for a, b, c in rows)
