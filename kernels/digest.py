@@ -22,5 +22,5 @@ def tensor_digest(data: NDArray[Any] | bytes | memoryview) -> str:
     if isinstance(data, np.ndarray):
         if not data.flags.c_contiguous:
             raise ValueError("a digest needs a C-contiguous array")
-        data = memoryview(data.reshape(-1).view(np.uint8))
+        data = data.reshape(-1).view(np.uint8).data
     return str(xxhash.xxh3_128_hexdigest(data))

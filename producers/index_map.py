@@ -125,11 +125,11 @@ class _Computes(Exception):
     """The loader did something else than copy."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes copies from `source` (a meta tensor) into parameters; carries none of them out."""
 
     def __init__(self, source: torch.Tensor, owners: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[CopyRecord] = []
         self.fills: list[CopyRecord] = []
         self.computes = False
@@ -206,7 +206,8 @@ def _record_of(parameter: str, source: torch.Tensor, target: torch.Tensor) -> Co
         else:
             merged.append((size, src, dst))
     shape, src_strides, dst_strides = zip(*merged or [(target.numel(), 1, 1)], strict=True)
-    return CopyRecord(parameter, shape, source.storage_offset(), src_strides, target.storage_offset(), dst_strides)
+    offsets = int(source.storage_offset()), int(target.storage_offset())
+    return CopyRecord(parameter, shape, offsets[0], src_strides, offsets[1], dst_strides)
 
 
 def _numel(record: CopyRecord) -> int:
@@ -233,11 +234,11 @@ def _check_coverage(
     for runtime_name, parameter in model.named_parameters():
         owner = owners[_storage_id(parameter)]
         covered = torch.zeros(index_map.parameters[owner].shape, dtype=torch.uint8)
-        for name, record in writers.get(owner, []):
+        for writer, record in writers.get(owner, []):
             box = covered.as_strided(record.shape, record.dst_strides, record.dst_offset)
-            if name is not None and bool((box == 2).any()):
-                raise ModelMismatchError(f"two checkpoint tensors write {owner!r}; one of them is {name!r}")
-            box.fill_(1 if name is None else 2)
+            if writer is not None and bool((box == 2).any()):
+                raise ModelMismatchError(f"two checkpoint tensors write {owner!r}; one of them is {writer!r}")
+            box.fill_(1 if writer is None else 2)
         mine = covered.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
         if not bool((mine > 0).all()):
             missing = int((mine == 0).sum())

@@ -58,4 +58,4 @@ def check_unpacked(model: torch.nn.Module) -> None:
 
 
 def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
-    layer.cpu_linear = torch.nn.functional.linear  # called as cpu_linear(x, layer.weight, bias)
+    setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  vLLM calls it with (x, layer.weight, bias)

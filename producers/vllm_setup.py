@@ -1,7 +1,8 @@
 """Setting vLLM up: the environment it reads when it is imported, and the engine's arguments.
 
 Invariant: after `configure_environment`, vLLM runs in this process (or in workers it starts itself), reports to nobody,
-loads no foreign plugin, fetches nothing and listens on loopback at most. Held by tests/e2e/test_engine_tags.py.
+loads no foreign plugin, fetches nothing and listens on loopback at most. Held by tests/e2e/test_vllm_setup.py
+and test_engine_tags.py.
 """
 
 from __future__ import annotations

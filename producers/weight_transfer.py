@@ -166,7 +166,7 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             for write in self._staged:
                 write.write()
             if self._reload:
-                self.model.load_weights(self._reload)
+                self.model.load_weights(self._reload)  # type: ignore[operator]
         self.cancel()
 
     def cancel(self) -> None:

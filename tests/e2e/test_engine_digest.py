@@ -4,6 +4,8 @@ nothing."""
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,3 +148,30 @@ def test_swap_reports_what_it_wrote(lab: Lab) -> None:
     assert (report.policy, report.elements, report.tensors) == (PolicyVersion(2, 4), 3, 1)
     assert 0 < report.pause_s < 5
     assert dataclasses.is_dataclass(report)
+
+
+def test_many_swaps_hold_no_memory_and_no_descriptors(keep_lab: Lab) -> None:
+    keep_lab.begin(29)
+
+    def swap_often(times: int) -> None:
+        for _ in range(times):
+            keep_lab.engine.swap(keep_lab.mirror, PolicyVersion(2, 5), changed)
+
+    # Both paths: half of the tensors whole, the others at a few positions.
+    changed = {
+        t.name: None if i % 2 else np.arange(0, t.numel, 50)
+        for i, t in enumerate(keep_lab.mirror.layout.tensors)
+    }  # fmt: skip
+    swap_often(100)
+    descriptors, resident = _open_descriptors(), _resident_bytes()
+    swap_often(300)
+    assert _open_descriptors() == descriptors
+    assert _resident_bytes() - resident < 2 * keep_lab.mirror.layout.mirror_bytes, "less than three updates' worth"
+
+
+def _open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
