@@ -6,11 +6,12 @@ Held by tests/unit/transport/test_log.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -19,6 +20,22 @@ from anabranch.transport.redact import redact_value
 
 LEVEL_VARIABLE = "ANABRANCH_LOG_LEVEL"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class _Unfailing:
+    """A line that cannot be written (its disk is full, its reader has gone) is lost, and the service goes on."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._out.flush()
 
 
 def log_level(environ: Mapping[str, str] | None = None) -> str:
@@ -59,7 +76,7 @@ def setup_logging(service: str, *, region: str = "", level: str | None = None, s
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(out),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unfailing(out))),
         cache_logger_on_first_use=False,
     )
 

@@ -109,3 +109,12 @@ def test_no_secret_survives_wherever_it_stands(before, secret, after):
 
 def test_values_keep_their_shape():
     assert redact_value({"a": [1, 2.5, None, True], "b": b"x"}) == {"a": [1, 2.5, None, True], "b": "b'x'"}
+
+
+def test_a_full_disk_under_the_log_does_not_stop_the_service():
+    out = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - closing it fails, as it should
+    setup_logging("recorder", stream=out)
+    for _ in range(3):
+        structlog.get_logger().warning("recording paused", error="no space left")
+    with pytest.raises(OSError, match="No space"):
+        out.close()
