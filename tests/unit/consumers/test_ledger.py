@@ -66,10 +66,9 @@ def test_an_entry_added_behind_the_back_of_the_ledger_shows(config: RunConfig, c
 def test_the_table_shows_every_term(config: RunConfig) -> None:
     produce(config)
     table = render_ledger(read_ledger(config), as_json=False)
-    terms = [line.split(maxsplit=1)[-1] for line in table.splitlines()]
-    assert terms == [
-        "groups", "5  produced", "1  = dropped:age", "1  + dropped:dead_letter", "2  + trained", "1  + pending",
-        "1  produced", "1  + pending",
+    assert [" ".join(line.split()) for line in table.splitlines()] == [
+        "region groups", "east 5 produced", "1 = dropped:age", "1 + dropped:dead_letter", "2 + trained", "1 + pending",
+        "west 1 produced", "1 + pending",
     ]  # fmt: skip
     assert "DOES NOT" not in table
 
