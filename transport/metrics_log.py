@@ -1,11 +1,12 @@
 """`metrics.jsonl`: what a run reports, one JSON object a line.
 
-Invariant: a line is written by one append, so a reader sees whole lines (the last may be torn if the machine died, and
-`read_records` passes over it). Held by tests/unit/transport/test_metrics_log.py.
+Invariant: a line is written by one append, so a reader sees whole lines. One that was torn (the machine died, the disk
+was full) is ended before the next, and `read_records` passes over it. Held by tests/unit/transport/test_metrics_log.py.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ class MetricsLog:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / METRICS_FILE
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._torn = False
         self._end_torn_line()
 
     def _end_torn_line(self) -> None:
@@ -36,8 +38,15 @@ class MetricsLog:
                     os.write(self._fd, b"\n")
 
     def append(self, record: Record) -> None:
-        """Raises OSError (disk full, for example)."""
-        os.write(self._fd, (record.model_dump_json(exclude_none=True) + "\n").encode())
+        """Raises OSError (disk full, for example): the record is not in the file then."""
+        line = (record.model_dump_json(exclude_none=True) + "\n").encode()
+        if self._torn:
+            self._end_torn_line()
+            self._torn = False
+        written = os.write(self._fd, line)
+        if written < len(line):
+            self._torn = True
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a record fitted", str(self.path))
 
     def close(self) -> None:
         os.close(self._fd)
