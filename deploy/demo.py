@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from anabranch.consumers.ledger import read_ledger
@@ -178,6 +179,7 @@ class _Demo:
     def _tick(self) -> None:
         children = self._supervisor.children
         if self._supervisor.state is State.STOPPING:
+            self._monitor.view.stopping = True
             self._monitor.phase("stopping (Ctrl-C again: at once)")
         elif children and children[0].spec.name == "model":
             tail = children[0].log_tail(1)
@@ -242,7 +244,7 @@ class _Demo:
         return bool(notes) and notes[-1].what == "finished"
 
     def _say_why(self, outcome: Outcome) -> None:
-        say = lambda text: print(text, file=sys.stderr)  # noqa: E731
+        say = partial(print, file=sys.stderr)
         last = self._monitor.view.history.last
         progress = f" at step {last.step} of {last.steps_total}" if last else ""
         if outcome.log_tail:

@@ -45,6 +45,7 @@ class RunView:
     producers: dict[str, ProducerStatus] = field(default_factory=dict)
     children: list[ChildLine] = field(default_factory=list)
     phase: str = ""
+    stopping: bool = False
     elapsed_s: float = 0.0
     now_ms: int = 0
     ascii_only: bool = False
@@ -72,8 +73,11 @@ def render(view: RunView, *, width: int = 100) -> RenderableType:
 
 
 def alarms(view: RunView) -> list[str]:
-    """What a person should look at, most urgent first; pure, used by the JSON mode too."""
+    """What a person should look at, most urgent first; pure, used by the JSON mode too. Two texts that differ in their
+    numbers only are the same alarm."""
     found = [f"{c.name} is {c.state}: {c.last_exit}" for c in view.children if c.state in ("backoff", "failed")]
+    if view.stopping:  # silence is what was asked for
+        return found
     if view.learner and view.now_ms - view.learner.updated_ms > STALE_S * 1000:
         found.append(f"learner silent for {(view.now_ms - view.learner.updated_ms) / 1000:.0f} s")
     for name, status in view.producers.items():
@@ -88,7 +92,11 @@ def alarms(view: RunView) -> list[str]:
             found.append(f"mean ratio {step.ratio_mean:.2f} is outside 0.5 to 2")
         if (step.kl_k3_same_version or 0.0) > 1e-3:
             found.append(f"KL at age 0 is {step.kl_k3_same_version:.1e}, over 1e-3: engine and learner disagree")
-        found += [f"dropped {count} group(s): {cause}" for cause, count in step.dropped.items() if count]
+        found += [
+            f"dropped {count} group(s): {cause}"
+            for cause, count in step.dropped.items()
+            if count and cause != "zero_variance"
+        ]  # those were used: see zero_advantage
     return found
 
 

@@ -8,6 +8,7 @@ run, and a tick never blocks longer than one short socket time-out. Swaps it see
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from anabranch.transport.metrics_log import METRICS_FILE
 DRAW_EVERY_S = 0.25
 BOARD_EVERY_S = 1.0
 BOARD_RETRY_S = 3.0
+_NUMBERS = re.compile(r"[\d.e+-]+")
 
 
 class Monitor:
@@ -58,7 +60,7 @@ class Monitor:
         self._swaps_seen: set[tuple[str, str]] = set()
         self._began = time.monotonic()
         self._next_draw = self._next_board = 0.0
-        self._alarms: list[str] = []
+        self._alarms: set[str] = set()
         self.view = RunView(title=run_dir.name)
         self._console = Console(file=out)
         self.is_terminal = out.isatty() and not self._console.is_dumb_terminal
@@ -119,9 +121,9 @@ class Monitor:
             self._emit_record(record)
         found = alarms(view)
         for alarm in found:
-            if alarm.split(":")[0] not in {a.split(":")[0] for a in self._alarms}:
+            if _NUMBERS.sub("", alarm) not in self._alarms:
                 self._emit("alarm", alarm=alarm)
-        self._alarms = found
+        self._alarms = {_NUMBERS.sub("", alarm) for alarm in found}
 
     def _ask_board(self) -> None:
         """The board's state into the view; producers whose process is gone are left out."""
@@ -143,6 +145,7 @@ class Monitor:
                 "producer": name,
                 "region": status.region,
                 "policy": status.policy,
+                "swap": status.swaps,
                 "pause_ms": status.last_swap_pause_ms,
                 "publish_to_serve_ms": status.publish_to_serve_ms,
             }

@@ -51,7 +51,8 @@ def summarise(history: History, run_dir: Path) -> dict[str, Any]:
     """The summary as plain data; seconds, bytes and tokens as named."""
     steps = list(history.steps.values())
     run = _json(run_dir / RUN_FILE) or {}
-    swaps = _json_lines(run_dir / SWAPS_FILE)
+    # A producer's first swap brings an engine that has just been loaded up to date: no figure of a running fleet.
+    swaps = [swap for swap in _json_lines(run_dir / SWAPS_FILE) if swap["swap"] > 1]
     busy = sum(s.wait_s + s.step_s + s.publish_s + s.checkpoint_s for s in steps)
     training_s = (steps[-1].time_ms - steps[0].time_ms) / 1000 if len(steps) > 1 else None
     dropped: Counter[str] = Counter()

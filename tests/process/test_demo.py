@@ -70,7 +70,7 @@ elif kind == "produce":
     region = words[words.index("--region") + 1]
     connect_region(config, region).ledger("learner")
     while hub.runs.finished() is None and not stop.wait(0.05):
-        hub.runs.report_producer(f"{region}-0", ProducerStatus(updated_ms=now(), region=region, pid=os.getpid(), state="sampling", policy="e1.v1", swaps=1, last_swap_pause_ms=5.0, publish_to_serve_ms=50.0))
+        hub.runs.report_producer(f"{region}-0", ProducerStatus(updated_ms=now(), region=region, pid=os.getpid(), state="sampling", policy="e1.v1", swaps=2, last_swap_pause_ms=5.0, publish_to_serve_ms=50.0))
 else:
     while hub.runs.finished() is None and not stop.wait(0.05):
         pass

@@ -274,7 +274,9 @@ class Host:
         (root / "tree.py").write_text(TREE)
         (root / "deaf.py").write_text(DEAF)
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-c", HOST, str(root), str(stop_deadline_s)], start_new_session=True
+            [sys.executable, "-I", "-c", HOST, str(root), str(stop_deadline_s)],
+            start_new_session=True,
+            env={**ENVIRONMENT, "TMPDIR": str(root)},
         )
         wait_for((root / "host.json").exists, "the supervisor to have started its children")
         self.facts = json.loads((root / "host.json").read_text())

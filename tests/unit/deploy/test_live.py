@@ -84,12 +84,12 @@ def test_phases_and_new_alarms_are_lines_too_each_once(tmp_path: Path, step_reco
         it.phase("making the model")
         it.phase("making the model")
         for step in (1, 2, 3):
-            log.append(step_record(step, ess_token=0.1))
+            log.append(step_record(step, ess_token=0.1 + step / 100))
             it.finish()
     log.close()
     events = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [e["event"] for e in events] == ["phase", "step", "alarm", "step", "step"]
-    assert events[2]["alarm"].startswith("ESS 0.10")
+    assert events[2]["alarm"].startswith("ESS 0.11")
 
 
 def test_on_a_terminal_the_screen_shows_metrics_and_board(run_dir: Path) -> None:
@@ -115,11 +115,16 @@ def test_each_swap_seen_is_sampled_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("anabranch.deploy.live.BOARD_EVERY_S", 0.0)
     board = MemoryRunBoard()
     with monitor(tmp_path, io.StringIO(), board) as it:
-        for report in (status(swaps=0, policy=""), status(), status(), status(policy="e1.v4", last_swap_pause_ms=9.0)):
+        for report in (
+            status(swaps=0, policy=""),
+            status(),
+            status(),
+            status(policy="e1.v4", swaps=2, last_swap_pause_ms=9.0),
+        ):
             board.report_producer("east-1", report)
             it.tick()
     swaps = [json.loads(line) for line in (tmp_path / "swaps.jsonl").read_text().splitlines()]
-    assert [(s["policy"], s["pause_ms"]) for s in swaps] == [("e1.v3", 12.5), ("e1.v4", 9.0)]
+    assert [(s["swap"], s["policy"], s["pause_ms"]) for s in swaps] == [(1, "e1.v3", 12.5), (2, "e1.v4", 9.0)]
 
 
 def test_a_hub_that_is_away_costs_nothing_but_its_part_of_the_screen(run_dir: Path) -> None:

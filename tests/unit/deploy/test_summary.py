@@ -19,7 +19,8 @@ def test_figures_of_a_whole_run(run_dir: Path) -> None:
         json.dumps({"east": {"produced": 700, "pending": 10, "fates": {"trained": 680, "dropped:age": 10}},
                     "west": {"produced": 700, "pending": 0, "fates": {"trained": 699}}})
     )  # fmt: skip
-    swaps = [{"pause_ms": pause, "publish_to_serve_ms": 400 + pause} for pause in (10.0, 14.0, 12.0)]
+    pauses = (9000.0, 10.0, 14.0, 12.0)
+    swaps = [{"swap": n, "pause_ms": p, "publish_to_serve_ms": 400 + p} for n, p in enumerate(pauses, start=1)]
     (run_dir / "swaps.jsonl").write_text("".join(json.dumps(s) + "\n" for s in swaps) + '{"pause_ms": 9')
     paths = write_report(run_dir, plots=False)
     summary = json.loads(paths[0].read_text())
