@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.e2e.lab import Lab, prompts
 
 from anabranch.producers.index_map import trace
@@ -113,7 +114,7 @@ def test_a_bad_change_is_refused_before_the_first_write(
 
 
 def test_names_that_the_real_loader_does_not_know_are_refused(lab: Lab) -> None:
-    model = lab.engine._engine.model_executor.driver_worker.model_runner.get_model()
+    model = _model(lab)
     layout = lab.mirror.layout
     assert set(trace(model, layout).copies) == set(layout.by_name)
     for name in ("model.layers.7.mlp.up_proj.weight", "model.stray.weight", "stray"):
@@ -126,8 +127,41 @@ def test_names_that_the_real_loader_does_not_know_are_refused(lab: Lab) -> None:
             trace(model, Layout.build((t.name, t.dtype, t.shape) for t in fewer))
 
 
+def test_a_tensor_that_the_loader_computes_is_reloaded_through_it(
+    keep_lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_lab.begin(30)
+    engine, name = keep_lab.engine, "model.norm.weight"
+    parameter = _model(keep_lab).get_parameter(name)
+    monkeypatch.setattr(
+        parameter, "weight_loader", lambda p, w: p.data.copy_(w.float().exp().log()), raising=False
+    )  # fmt: skip
+    try:
+        engine._ask("anabranch_init", model_dir=str(keep_lab.model_dir))
+        keep_lab.mirror.write(name, np.array([3]), np.array([0x4000], np.uint16))  # 2.0
+        keep_lab.engine.swap(keep_lab.mirror, PolicyVersion(2, 6), {name: np.array([3])})
+        assert float(parameter.data[3]) == pytest.approx(2.0)
+        with pytest.raises(ModelMismatchError, match=r"the loader computes 'model\.norm\.weight'"):
+            engine.live_digest()
+    finally:
+        monkeypatch.undo()
+        keep_lab.begin(30)
+        engine._ask("anabranch_init", model_dir=str(keep_lab.model_dir))
+    assert engine.live_digest() == keep_lab.mirror.digest()
+
+
+def test_live_values_that_no_checkpoint_can_hold_are_refused(lab: Lab) -> None:
+    lab.begin(31)
+    parameter = _model(lab).get_parameter("model.norm.weight")
+    parameter.data[0] += 2**-20  # fits fp32, not bf16
+    with pytest.raises(ModelMismatchError, match=r"live values of 'model\.norm\.weight' are not exact in bf16"):
+        lab.engine.live_digest()
+    lab.begin(31)
+    assert lab.engine.live_digest() == lab.mirror.digest()
+
+
 def test_the_map_is_small_and_padding_stays_zero(lab: Lab) -> None:
-    model = lab.engine._engine.model_executor.driver_worker.model_runner.get_model()
+    model = _model(lab)
     index_map = trace(model, lab.mirror.layout)
     assert all(len(records) == 1 for records in index_map.copies.values())
     lab.begin(27)
@@ -167,6 +201,11 @@ def test_many_swaps_hold_no_memory_and_no_descriptors(keep_lab: Lab) -> None:
     swap_often(300)
     assert _open_descriptors() == descriptors
     assert _resident_bytes() - resident < 2 * keep_lab.mirror.layout.mirror_bytes, "less than three updates' worth"
+
+
+def _model(lab: Lab) -> torch.nn.Module:
+    model: torch.nn.Module = lab.engine._engine.model_executor.driver_worker.model_runner.get_model()
+    return model
 
 
 def _open_descriptors() -> int:
