@@ -185,7 +185,7 @@ class _Demo:
             tail = children[0].log_tail(1)
             if self._monitor.is_terminal and tail:
                 self._monitor.phase(f"making the model: {log_line(tail[0])[:60]}")
-        elif self._monitor.view.history.last is not None:
+        elif self._monitor.steps_seen:
             self._monitor.phase("training")
         self._monitor.tick()
 

@@ -23,7 +23,7 @@ from anabranch.deploy.display import ChildLine, RunView, alarms, render
 from anabranch.deploy.history import MetricsTail
 from anabranch.deploy.summary import SWAPS_FILE
 from anabranch.schemas.errors import AnabranchError
-from anabranch.schemas.metrics import ProducerStatus, Record
+from anabranch.schemas.metrics import ProducerStatus, Record, StepRecord
 from anabranch.transport.boards import RunBoard
 from anabranch.transport.metrics_log import METRICS_FILE
 
@@ -58,7 +58,8 @@ class Monitor:
         self._connect_board, self._children = connect_board, children
         self._board: RunBoard | None = None
         self._swaps_seen: set[tuple[str, str]] = set()
-        self._began = time.monotonic()
+        self._began, self._began_ms = time.monotonic(), time.time_ns() // 1_000_000
+        self.steps_seen = 0  # records of steps that came while we watched
         self._next_draw = self._next_board = 0.0
         self._alarms: set[str] = set()
         self.view = RunView(title=run_dir.name)
@@ -110,6 +111,7 @@ class Monitor:
     def _refresh(self, now: float) -> None:
         records = self._tail.poll()
         view = self.view
+        self.steps_seen += sum(isinstance(record, StepRecord) for record in records)
         view.history = self._tail.history
         view.children = [ChildLine(c.spec.name, c.state.value, c.restarts, c.last_exit) for c in self._children()]
         view.elapsed_s = now - self._began
@@ -135,7 +137,8 @@ class Monitor:
             self._next_board = time.monotonic() + BOARD_RETRY_S  # the supervisor restarts what is down
             return
         alive = {child.pid for child in self._children()}
-        self.view.learner = learner
+        if learner is not None and learner.updated_ms >= self._began_ms:  # not what one left behind before a resume
+            self.view.learner = learner
         self.view.producers = {name: status for name, status in producers.items() if status.pid in alive}
         self._sample_swaps(self.view.producers)
 

@@ -94,7 +94,7 @@ def test_phases_and_new_alarms_are_lines_too_each_once(tmp_path: Path, step_reco
 
 def test_on_a_terminal_the_screen_shows_metrics_and_board(run_dir: Path) -> None:
     board, out = MemoryRunBoard(), Terminal()
-    now_ms = time.time_ns() // 1_000_000
+    now_ms = time.time_ns() // 1_000_000 + 100
     board.report_learner(
         LearnerStatus(
             updated_ms=now_ms, state="waiting", waiting_for="batch 41", step=40, steps_total=40, epoch=1, version=40
@@ -143,3 +143,13 @@ def test_a_terminal_without_unicode_gets_plain_characters(run_dir: Path) -> None
         it.finish()
     assert out.getvalue().isascii()
     assert os.linesep in out.getvalue()
+
+
+def test_what_a_learner_left_on_the_board_before_a_resume_is_not_shown(run_dir: Path) -> None:
+    board = MemoryRunBoard()
+    board.report_learner(
+        LearnerStatus(updated_ms=1_700_000_000_000, state="done", step=40, steps_total=40, epoch=1, version=40)
+    )
+    with monitor(run_dir, io.StringIO(), board) as it:
+        it.tick()
+        assert it.view.learner is None
