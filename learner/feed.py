@@ -149,6 +149,8 @@ class Feed:
         """The run is over: everything that still waits is dropped. Returns how many groups."""
         self.drain_backlog()
         rest = self._queue.clear()
+        if self._to_settle:  # a region was away at the last checkpoint
+            self.checkpointed()
         self._drop(rest, SURPLUS, give_back=False)
         return len(rest)
 

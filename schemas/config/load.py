@@ -43,7 +43,10 @@ def load_config(
         ConfigError: bad TOML, unknown key, wrong type, contradictory values.
         UnsafeSamplingError: sampling settings that would falsify the recorded log-probs.
     """
-    tree = _lay_over(_parse(beneath, "the preset"), _parse(toml_text, source))
+    lower, upper = _parse(beneath, "the preset"), _parse(toml_text, source)
+    if "params" in _table(upper, "task"):  # they belong to one dataset: another file's are none of ours
+        _table(lower, "task").pop("params", None)
+    tree = _lay_over(lower, upper)
     origins: dict[tuple[str, ...], str] = {}
     for name, value in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX):
@@ -82,6 +85,11 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from error
+
+
+def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    value = tree.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _lay_over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:

@@ -255,3 +255,12 @@ def test_durations_and_sizes_name_their_unit() -> None:
     """A key that ends like a duration or a size says in which unit it is."""
     vague = ("timeout", "deadline", "idle", "block", "poll", "lease", "interval", "size_limit", "memory", "cache")
     assert not [key for key, _ in _leaves(RunConfig) if key.endswith(vague)]
+
+
+def test_a_files_task_params_replace_the_presets_as_a_whole() -> None:
+    preset = '[task]\ndataset = "chain_sum"\nparams = { min_terms = 2 }\n'
+    config = load_config('[task]\ndataset = "gcd"\nparams = { max_numbers = 3 }\n', beneath=preset)
+    assert config.task.params == {"max_numbers": 3}
+    assert load_config("", beneath=preset, overrides=["task.params.max_terms=4"]).task.params == {
+        "min_terms": 2, "max_terms": 4,
+    }  # fmt: skip
