@@ -36,10 +36,21 @@ OWNED = {
 }
 
 
+def compute_dtype(config: LearnerSection) -> str:
+    """The dtype of forward and backward: as configured, else float32 on the CPU where that is possible (a CPU without
+    bf16 instructions is ten times slower in bf16), else the dtype of the weights."""
+    if config.compute_dtype is not None:
+        return config.compute_dtype
+    return "float32" if config.device == "cpu" and config.zero_stage < 3 else config.dtype
+
+
 def uses_master_weights(config: LearnerSection) -> bool:
-    """Whether the float32 masters are the model's parameters (`policy.MasterWeights`). Raises ConfigError for
-    combinations that are not supported."""
-    compute = config.compute_dtype or config.dtype
+    """Whether the float32 masters are the model's parameters (`policy.MasterWeights`).
+
+    Raises:
+        ConfigError: a combination of dtypes and stage that is not supported.
+    """
+    compute = compute_dtype(config)
     if "float16" in (config.dtype, compute):
         raise ConfigError("learner: float16 needs loss scaling, which skips steps; use bfloat16 or float32")
     if config.dtype == "float32":
@@ -53,7 +64,7 @@ def uses_master_weights(config: LearnerSection) -> bool:
 
 def deepspeed_json(config: LearnerSection) -> dict[str, Any]:
     """The configuration for `deepspeed.initialize`. Raises ConfigError for a key of `OWNED`, or an impossible mix."""
-    native_bf16 = config.dtype == "bfloat16" and not uses_master_weights(config)
+    masters = uses_master_weights(config)
     generated: dict[str, Any] = {
         # One optimizer step per `engine.step()`, whatever number of backward passes came before it.
         "managed_gradient_accumulation": False,
@@ -61,7 +72,7 @@ def deepspeed_json(config: LearnerSection) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         # Stage 0: the engine clips itself, see `engine._Clipper`.
         "gradient_clipping": config.grad_clip if config.zero_stage else 0.0,
-        "bf16": {"enabled": native_bf16},
+        "bf16": {"enabled": config.dtype == "bfloat16" and not masters},
         "data_types": {"grad_accum_dtype": "fp32"},
         # A sum over many ranks in bf16 would lose what the float32 accumulation kept.
         "communication_data_type": "fp32",

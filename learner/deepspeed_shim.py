@@ -8,14 +8,14 @@ Written for deepspeed 0.19.8.
 
 1. `DS_ACCELERATOR=cpu` before the first import: DeepSpeed otherwise probes for devices. Goes when the accelerator can
    be passed to `deepspeed.initialize`.
-2. No shared-memory collectives: `deepspeed_shm_comm` is compiled with the system's C++ compiler at first use (minutes,
-   and it needs a compiler). gloo does the work instead. Goes when the wheel ships the op or offers a switch.
+2. No compiled ops: DeepSpeed probes which of them it could build (it runs the C compiler for that) and would then
+   build its shared-memory collectives at first use, which takes minutes and a compiler. gloo does the work instead.
+   Goes when the wheel ships the ops or offers a switch.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from anabranch.schemas.errors import ConfigError
@@ -25,9 +25,7 @@ SHM_OP = "deepspeed_shm_comm"
 
 
 def prepare_environment() -> None:
-    """Set what DeepSpeed reads while it is imported. Raises ConfigError if it was imported before without it."""
-    if "deepspeed" in sys.modules and os.environ.get("DS_ACCELERATOR") != "cpu":
-        raise ConfigError("deepspeed was imported before the CPU accelerator was chosen; import the learner first")
+    """Set what DeepSpeed reads while it is imported; `apply` verifies that it was heeded."""
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
@@ -38,9 +36,13 @@ def apply(deepspeed: Any) -> None:
             f"deepspeed {deepspeed.__version__} is installed; the CPU shims were written for {WRITTEN_FOR}: "
             "install that version, or review learner/deepspeed_shim.py"
         )
-    if deepspeed.get_accelerator().device_name() != "cpu":
-        raise ConfigError("deepspeed did not take the CPU accelerator although DS_ACCELERATOR=cpu is set")
-    ops = deepspeed.ops.__compatible_ops__
-    if SHM_OP not in ops:
-        raise ConfigError(f"deepspeed no longer lists the op {SHM_OP!r}: review learner/deepspeed_shim.py")
-    ops[SHM_OP] = False
+    accelerator = deepspeed.get_accelerator()
+    if accelerator.device_name() != "cpu":
+        raise ConfigError(
+            f"deepspeed runs on {accelerator.device_name()} although learner.device = cpu; it was imported too early"
+        )
+    builder = accelerator.create_op_builder("ShareMemCommBuilder")
+    if getattr(builder, "NAME", None) != SHM_OP:
+        raise ConfigError(f"deepspeed no longer has the op {SHM_OP!r}: review learner/deepspeed_shim.py")
+    # Computed by probing on first access, unless it is there already. Nothing but the collectives reads it.
+    deepspeed.ops.__compatible_ops__ = {SHM_OP: False}

@@ -20,7 +20,7 @@ from anabranch.kernels.diagnostics import DiagnosticSums
 from anabranch.learner import deepspeed_shim, random_state
 from anabranch.learner.batch import TrainBatch
 from anabranch.learner.checkpoint import read_json
-from anabranch.learner.deepspeed_config import deepspeed_json, uses_master_weights
+from anabranch.learner.deepspeed_config import compute_dtype, deepspeed_json, uses_master_weights
 from anabranch.learner.deepspeed_files import read_as_data
 from anabranch.learner.distribute import init_ranks
 from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
@@ -94,7 +94,7 @@ class LearnerEngine:
         self._weights = PublishedWeights(policy.lm, stored)
         module: torch.nn.Module = policy
         if masters:
-            module = MasterWeights(policy, stored, DTYPES[learner.compute_dtype or learner.dtype])
+            module = MasterWeights(policy, stored, DTYPES[compute_dtype(learner)])
         for parameter in policy.head_logprobs.external_parameters():
             deepspeed.zero.register_external_parameter(policy.head_logprobs, parameter)
         with quiet():
@@ -204,7 +204,7 @@ class LearnerEngine:
             "world_size": self._world_size,
             "zero_stage": learner.zero_stage,
             "dtype": learner.dtype,
-            "compute_dtype": learner.compute_dtype or learner.dtype,
+            "compute_dtype": compute_dtype(learner),
         }
 
     def _sum_over_ranks(self, sums: DiagnosticSums) -> None:

@@ -48,7 +48,8 @@ class HeadLogprobs(nn.Module):
         return chosen_logprobs(hidden, head.weight, head.bias, targets, temperature=self.temperature)
 
     def external_parameters(self) -> list[nn.Parameter]:
-        return [p for p in (self._head[0].weight, self._head[0].bias) if p is not None]
+        """What ZeRO-3 has to gather around `forward` although it belongs to another module."""
+        return list(self._head[0].parameters(recurse=False))
 
 
 class PolicyModule(nn.Module):

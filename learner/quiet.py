@@ -21,7 +21,7 @@ def import_deepspeed() -> Any:
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
     for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:  # its own; a subclass belongs to somebody else
             handler.setStream(sys.stderr)
     return deepspeed
 
@@ -35,7 +35,9 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_deprecations() -> Iterator[None]:
-    """DeepSpeed 0.19.8 calls collectives that torch 2.13 has renamed, at every ZeRO-3 gather; nothing a user can act on."""
+    """Drop deprecation warnings, on which only DeepSpeed could act: 0.19.8 uses `torch.jit` while it is imported, and
+    at every ZeRO-3 gather collectives that torch 2.13 has renamed."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+        for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
+            warnings.simplefilter("ignore", category)
         yield

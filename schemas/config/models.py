@@ -175,8 +175,8 @@ class LearnerSection(Section):
     dtype: Dtype = Field("bfloat16", description="weights as published; the optimizer keeps float32 masters")
     compute_dtype: Dtype | None = Field(
         None,
-        description="of forward and backward; default: as dtype. float32 with dtype bfloat16 computes in float32 on the "
-        "bf16 weights, which is exact and on most CPUs faster",
+        description="of forward and backward. float32 with dtype bfloat16 computes in float32 with the published bf16 "
+        "weights. Default: float32 on the CPU at zero_stage 0 to 2 (exact, and faster than bf16 there), else as dtype",
     )
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(32, ge=1, description="B: groups consumed by one optimizer step")

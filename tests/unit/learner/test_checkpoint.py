@@ -1,0 +1,211 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.learner.conftest import make_batch
+
+from anabranch.learner.checkpoint import MARKER, CheckpointStore
+from anabranch.learner.weights import tensor_bits
+from anabranch.schemas.errors import CheckpointError
+from anabranch.schemas.layout import Layout
+
+
+class Counter:
+    """The smallest thing that can be checkpointed: its state is its step."""
+
+    layout = Layout.build([("w", "f32", (2,))])
+
+    def __init__(self, step: int = 0, model_dir: Path = Path()) -> None:
+        self.step, self.model_dir = step, model_dir
+
+    def save(self, directory: Path, client_state: dict[str, Any]) -> None:
+        (directory / "deep").mkdir(parents=True)
+        (directory / "deep" / "state").write_text(str(self.step))
+        (directory / "client.json").write_text(json.dumps(client_state))
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        self.step = int((directory / "deep" / "state").read_text())
+        return json.loads((directory / "client.json").read_text())
+
+    def state_bits(self) -> dict[str, np.ndarray]:
+        return {"w": tensor_bits(torch.full((2,), float(self.step)))}
+
+
+def store(
+    directory: Path, *, run: str = "run", layout_hash: str = Counter.layout.hash, keep: int = 2
+) -> CheckpointStore:
+    return CheckpointStore(directory / "check points", run=run, layout_hash=layout_hash, keep=keep)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(p.name for p in (directory / "check points").iterdir())
+
+
+def test_the_newest_complete_one_is_loaded_and_older_ones_retire(tmp_path: Path):
+    for step in (1, 2, 3):
+        store(tmp_path).save(Counter(step), {"seen": [step]})
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    engine = Counter()
+    assert store(tmp_path).load_newest(engine) == {"seen": [3]}
+    assert engine.step == 3
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path):
+    assert store(tmp_path).load_newest(Counter()) is None
+
+
+def test_one_without_a_marker_is_not_seen_and_is_cleared_away_later(tmp_path: Path):
+    """A crash between the rename and the marker, and one before the rename."""
+    store(tmp_path).save(Counter(1), {})
+    place = store(tmp_path).save(Counter(2), {})
+    (place / MARKER).unlink()
+    aside = place.with_name(".step-00000003.tmp")
+    aside.mkdir()
+    engine = Counter()
+    store(tmp_path).load_newest(engine)
+    assert engine.step == 1
+    store(tmp_path).save(Counter(2), {"again": True})
+    assert not aside.exists()
+    assert store(tmp_path, keep=1).load_newest(Counter()) == {"again": True}
+
+
+def test_a_crash_while_saving_leaves_the_earlier_one(tmp_path: Path):
+    store(tmp_path).save(Counter(1), {"n": 1})
+
+    class Crashing(Counter):
+        def save(self, directory: Path, client_state: dict[str, Any]) -> None:
+            super().save(directory, client_state)
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        store(tmp_path).save(Crashing(2), {"n": 2})
+    assert store(tmp_path).load_newest(Counter()) == {"n": 1}
+
+
+def test_a_second_one_of_the_same_step_is_the_newer(tmp_path: Path):
+    for k in range(3):
+        store(tmp_path).save(Counter(7), {"k": k})
+    assert store(tmp_path).load_newest(Counter()) == {"k": 2}
+    assert names(tmp_path) == ["step-00000007.1", "step-00000007.2"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [({"run": "theirs"}, r"belongs to run 'run', not 'theirs'"), ({"layout_hash": "0" * 32}, "holds another model")],
+)
+def test_a_foreign_one_is_refused_by_name(tmp_path: Path, other, message):
+    store(tmp_path).save(Counter(1), {})
+    with pytest.raises(CheckpointError, match=rf"step-00000001 {message}"):
+        store(tmp_path, **other).load_newest(Counter())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.write_bytes(b"9"), "is damaged"),
+        (lambda file: file.write_bytes(b""), "is damaged"),
+        (lambda file: file.unlink(), "is missing"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_no_older_one_taken_instead(tmp_path: Path, damage, message):
+    store(tmp_path).save(Counter(1), {})
+    place = store(tmp_path).save(Counter(2), {})
+    damage(place / "deep" / "state")
+    with pytest.raises(CheckpointError, match=rf"deep/state {message}.*move step-00000002 away"):
+        store(tmp_path).load_newest(Counter())
+
+
+def test_a_marker_of_another_format_is_refused(tmp_path: Path):
+    place = store(tmp_path).save(Counter(1), {})
+    marker = json.loads((place / MARKER).read_text())
+    (place / MARKER).write_text(json.dumps(marker | {"format": "anabranch.checkpoint/2"}))
+    with pytest.raises(CheckpointError, match="not a checkpoint marker this version reads"):
+        store(tmp_path).load_newest(Counter())
+
+
+def digest(bits: dict[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: b.tobytes() for name, b in bits.items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"zero_stage": 1}, {"zero_stage": 1, "compute_dtype": "bfloat16"}, {"zero_stage": 3}, {"zero_stage": 0}],
+    ids=str,
+)
+def test_a_resumed_learner_continues_bit_for_bit(engine, tmp_path: Path, settings):
+    batches = [make_batch([2 * k, 2 * k + 1]) for k in range(4)]
+    straight = engine(**settings)
+    for batch in batches:
+        straight.train_step(batch)
+
+    first = engine(**settings)
+    checkpoints = store(tmp_path, layout_hash=first.layout.hash)
+    for batch in batches[:2]:
+        first.train_step(batch)
+    checkpoints.save(first, {"feed": {"trained_below": 4}, "epoch": 1})
+    second = engine(**settings)
+    assert checkpoints.load_newest(second) == {"feed": {"trained_below": 4}, "epoch": 1}
+    assert second.step == 2
+    assert digest(second.state_bits()) == digest(first.state_bits())
+    for batch in batches[2:]:
+        second.train_step(batch)
+    assert second.step == 4
+    assert digest(second.state_bits()) == digest(straight.state_bits())
+
+
+def test_saving_does_not_disturb_the_run(engine, tmp_path: Path):
+    saved, plain = engine(), engine()
+    for k in range(3):
+        batch = make_batch([2 * k, 2 * k + 1])
+        saved.train_step(batch)
+        plain.train_step(batch)
+        store(tmp_path, layout_hash=saved.layout.hash).save(saved, {})
+    assert digest(saved.state_bits()) == digest(plain.state_bits())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [({"zero_stage": 2}, "zero_stage = 1"), ({"compute_dtype": "bfloat16"}, "compute_dtype = float32")],
+)
+def test_another_stage_or_dtype_is_refused_by_name(engine, tmp_path: Path, other, message):
+    engine().save(tmp_path / "c", {})
+    with pytest.raises(CheckpointError, match=f"written with {message}; this learner has"):
+        engine(**other).load(tmp_path / "c")
+
+
+class Payload:
+    """What a hostile checkpoint file would hold: unpickling it creates a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_loading_runs_no_code_from_the_files(engine, tmp_path: Path, stage):
+    engine(zero_stage=stage).save(tmp_path / "c", {})
+    for file in (tmp_path / "c" / "deepspeed").glob("*.pt"):
+        torch.save({"module": Payload(tmp_path / "ran")}, file)
+    with pytest.raises(CheckpointError, match="is not a DeepSpeed checkpoint file"):
+        engine(zero_stage=stage).load(tmp_path / "c")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_export_writes_a_folder_that_loads_and_replaces_the_one_before(engine, tmp_path: Path):
+    from anabranch.learner.policy import load_model
+
+    made = engine()
+    checkpoints = store(tmp_path, layout_hash=made.layout.hash)
+    checkpoints.export(made)
+    made.train_step(make_batch())
+    folder = checkpoints.export(made)
+    assert folder == tmp_path / "model"
+    lm = load_model(folder, torch.bfloat16)
+    weights = lm.state_dict()
+    for name, bits in made.state_bits().items():
+        assert np.array_equal(tensor_bits(weights[name].contiguous()), bits)

@@ -1,0 +1,95 @@
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unit.learner.conftest import VOCAB
+
+from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
+from anabranch.schemas.errors import ConfigError, ModelMismatchError
+
+IDS = [[5, 9, 2, 7, 1, 30], [8, 3, 4]]
+
+
+def ask(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of every token but the first of both rows, padded into one batch."""
+    ids = torch.tensor([IDS[0], IDS[1] + [63, 62, 61]])  # the padding is not zeros: it must not matter
+    rows = torch.tensor([0] * 5 + [1] * 2)
+    columns = torch.tensor([0, 1, 2, 3, 4, 0, 1])
+    return module(ids, rows, columns, ids[rows, columns + 1])
+
+
+def direct(lm, temperature: float) -> torch.Tensor:
+    """The same from the model's own logits, each row by itself."""
+    parts = []
+    for row in IDS:
+        ids = torch.tensor([row])
+        log_p = torch.log_softmax(lm(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature, dim=-1)
+        parts.append(log_p.gather(1, ids[0, 1:, None]).squeeze(1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("which", ["model_dir", "untied_model_dir"])
+def test_padded_rows_give_what_the_model_says_of_each_row_alone(which, temperature, request):
+    lm = load_model(request.getfixturevalue(which), torch.float32)
+    got, _ = ask(PolicyModule(lm, temperature))
+    torch.testing.assert_close(got, direct(lm, temperature), atol=1e-5, rtol=0)
+
+
+def test_gradients_are_those_of_the_models_own_logits(model_dir: Path):
+    lm, twin = (load_model(model_dir, torch.float32) for _ in range(2))
+    ask(PolicyModule(lm, 0.8))[0].sum().backward()
+    direct(twin, 0.8).sum().backward()
+    for (name, ours), (_, theirs) in zip(lm.named_parameters(), twin.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_masters_compute_with_the_rounded_weights_and_receive_the_gradient(model_dir: Path):
+    served = PolicyModule(load_model(model_dir, torch.float32), 1.0)
+    masters = MasterWeights(PolicyModule(load_model(model_dir, torch.float32), 1.0), torch.bfloat16, torch.float32)
+    with torch.no_grad():
+        for mine, theirs in zip(masters.parameters(), served.parameters(), strict=True):
+            mine.mul_(1 + 1e-3 * torch.randn_like(mine))  # off the bf16 grid
+            theirs.copy_(mine.to(torch.bfloat16))
+    before = [p.detach().clone() for p in masters.parameters()]
+    (ours, _), (theirs, _) = ask(masters), ask(served)
+    assert torch.equal(ours, theirs)
+    ours.sum().backward()
+    theirs.sum().backward()
+    for mine, other, old in zip(masters.parameters(), served.parameters(), before, strict=True):
+        assert torch.equal(mine, old)
+        assert mine.grad.dtype == torch.float32
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_bf16_compute_accumulates_gradients_in_float32(model_dir: Path):
+    masters = MasterWeights(PolicyModule(load_model(model_dir, torch.bfloat16), 1.0), torch.bfloat16, torch.bfloat16)
+    ask(masters)[0].sum().backward()
+    once = [p.grad.clone() for p in masters.parameters()]
+    for _ in range(256):
+        ask(masters)[0].sum().backward()
+    for p, g in zip(masters.parameters(), once, strict=True):
+        assert torch.equal(p.grad, 257 * g)  # bf16 would have stopped counting at 256
+
+
+def test_a_head_that_does_more_than_a_linear_map_is_refused(tmp_path: Path):
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    config = GraniteConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, logits_scaling=4.0, initializer_range=0.5,
+    )  # fmt: skip
+    with pytest.raises(ModelMismatchError, match=r"GraniteForCausalLM.*more than a linear map"):
+        check_head(PolicyModule(GraniteForCausalLM(config).eval(), 1.0))
+
+
+def test_an_ordinary_head_passes(model_dir: Path):
+    check_head(PolicyModule(load_model(model_dir, torch.bfloat16), 0.7))
+
+
+def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        load_model(tmp_path, torch.float32)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(tmp_path, torch.float32)

@@ -1,0 +1,115 @@
+"""The arithmetic of a step, with a bigram table in the place of the model."""
+
+import pytest
+import torch
+from tests.unit.learner.conftest import VOCAB, make_batch
+
+from anabranch.kernels.diagnostics import DiagnosticSums
+from anabranch.learner.step import MicroBatch, plan_step
+from anabranch.schemas.config import CorrectionSection
+
+CPU = torch.device("cpu")
+CORRECTION = CorrectionSection(veto_low=0.0, veto_high=1e9)
+
+
+def table() -> torch.Tensor:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(VOCAB, VOCAB, generator=g, dtype=torch.float32).requires_grad_()
+
+
+def run(
+    batch, *, budget: int, ranks: int = 1, correction: CorrectionSection = CORRECTION, max_tokens: int | None = None
+):
+    """Loss, gradient to the table, and diagnostics, summed over the microbatches of all ranks."""
+    weights = table()
+    plan = plan_step(batch, correction, budget_tokens=budget, ranks=ranks, max_tokens=max_tokens)
+    sums = DiagnosticSums()
+    for rank in plan.microbatches:
+        for rows in rank:
+            micro = MicroBatch.take(batch, plan, rows, CPU)
+            log_p = torch.log_softmax(weights[micro.input_ids[micro.rows, micro.columns]], dim=-1)
+            logprobs = log_p.gather(1, micro.targets[:, None]).squeeze(1)
+            entropy = -(log_p.exp() * log_p).sum(-1).detach()
+            micro.loss(logprobs, entropy, correction, sums).backward()
+    diagnostics, loss = sums.finish(total_mass=plan.total_mass)
+    return loss, weights.grad, diagnostics
+
+
+def plain_policy_gradient_loss(batch, weights: torch.Tensor) -> torch.Tensor:
+    """−Σ A·ℓ / Σ T for objective "none", rollout by rollout, straight from the definition."""
+    total = torch.zeros(())
+    for row in range(len(batch.rewards)):
+        members = batch.rewards[batch.group == batch.group[row]]
+        advantage = float(batch.rewards[row] - members.mean())
+        start, length = int(batch.prompt_lengths[row]), int(batch.lengths[row])
+        ids = torch.from_numpy(batch.token_ids[row, : start + length])
+        log_p = torch.log_softmax(weights[ids[start - 1 : -1]], dim=-1)
+        total = total - advantage * log_p.gather(1, ids[start:, None]).sum()
+    return total / batch.tokens
+
+
+def test_a_step_is_its_definition():
+    batch, weights = make_batch(), table()
+    expected = plain_policy_gradient_loss(batch, weights)
+    expected.backward()
+    correction = CorrectionSection(objective="none", veto_low=0.0, veto_high=1e9)
+    loss, grad, _ = run(batch, budget=64, correction=correction)
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    torch.testing.assert_close(grad, weights.grad, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [CORRECTION, *(CorrectionSection(objective=o, veto_low=0.0, veto_high=1e9) for o in ("grpo", "dr_grpo"))],
+    ids=lambda c: c.objective,
+)
+@pytest.mark.parametrize(("budget", "ranks"), [(16, 1), (64, 2), (48, 3), (10**6, 1), (10**6, 7)])
+def test_how_a_batch_is_split_does_not_change_its_gradient(correction, budget, ranks):
+    batch = make_batch()
+    loss, grad, diagnostics = run(batch, budget=40, correction=correction, max_tokens=10)
+    other_loss, other_grad, other_diagnostics = run(
+        batch, budget=budget, ranks=ranks, correction=correction, max_tokens=10
+    )
+    assert other_loss == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(other_grad, grad, atol=1e-7, rtol=1e-4)
+    assert other_diagnostics.kl_k3 == pytest.approx(diagnostics.kl_k3, rel=1e-5)
+    assert other_diagnostics.kept_mass == pytest.approx(diagnostics.kept_mass, rel=1e-5)
+    assert other_diagnostics.tokens == diagnostics.tokens
+
+
+def test_groups_of_equal_rewards_skip_the_forward_pass_and_keep_their_place_in_the_denominator():
+    scored = make_batch([0, 2])
+    mixed = make_batch([0, 1, 2], reward=None)
+    flat = mixed.group == 1
+    mixed.rewards[flat] = 1.0
+    plan = plan_step(mixed, CORRECTION, budget_tokens=64, ranks=1, max_tokens=None)
+    assert plan.zero_variance_groups == (1,)
+    forwarded = sorted(row for micro in plan.microbatches[0] for row in micro)
+    assert forwarded == [row for row in range(len(flat)) if not flat[row]]
+    _, grad, diagnostics = run(mixed, budget=64)
+    _, alone, _ = run(scored, budget=64)
+    torch.testing.assert_close(grad, alone * (scored.tokens / mixed.tokens), atol=1e-8, rtol=1e-5)
+    assert diagnostics.tokens == scored.tokens
+    assert diagnostics.kept_mass == pytest.approx(scored.tokens / mixed.tokens, rel=1e-5)  # nothing else is masked
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_of_equal_rewards_throughout_is_a_step_with_zero_gradient(ranks):
+    loss, grad, diagnostics = run(make_batch(reward=lambda s: 1.0), budget=64, ranks=ranks)
+    assert loss == 0
+    assert (grad == 0).all()
+    assert diagnostics.tokens == 0
+
+
+def test_every_completion_token_is_predicted_from_its_predecessor():
+    batch = make_batch()
+    plan = plan_step(batch, CORRECTION, budget_tokens=10**6, ranks=1, max_tokens=None)
+    (rows,) = plan.microbatches[0]
+    micro = MicroBatch.take(batch, plan, rows, CPU)
+    for i, row in enumerate(rows):
+        mine = micro.rows == i
+        start, length = int(batch.prompt_lengths[row]), int(batch.lengths[row])
+        assert micro.columns[mine].tolist() == list(range(start - 1, start + length - 1))
+        assert micro.targets[mine].tolist() == batch.token_ids[row, start : start + length].tolist()
+        assert micro.offsets[mine].tolist() == list(range(length))
+        assert int(micro.mask[i].sum()) == length

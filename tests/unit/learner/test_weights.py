@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.unit.learner.conftest import VOCAB
+
+from anabranch.learner.policy import load_model
+from anabranch.learner.weights import PublishedWeights, export_hf
+
+
+@pytest.fixture(scope="module")
+def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("moe")
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("which", ["model_dir", "untied_model_dir", "moe_dir"])
+def test_names_shapes_and_bits_are_those_of_the_checkpoint(which, request):
+    directory = request.getfixturevalue(which)
+    stored = load_file(directory / "model.safetensors")
+    published = PublishedWeights(load_model(directory, torch.bfloat16), torch.bfloat16)
+    bits = published.bits()
+    assert {t.name: (t.dtype, t.shape) for t in published.layout.tensors} == {
+        name: ("bf16", tuple(tensor.shape)) for name, tensor in stored.items()
+    }
+    assert bits.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert bits[name].dtype == np.uint16
+        assert np.array_equal(bits[name], tensor.view(torch.int16).numpy().reshape(-1).view(np.uint16)), name
+
+
+def test_masters_are_published_rounded(model_dir: Path):
+    lm = load_model(model_dir, torch.bfloat16).float()
+    published = PublishedWeights(lm, torch.bfloat16)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.mul_(1.001)
+    for name, tensor in published.tensors().items():
+        assert torch.equal(tensor, lm.state_dict()[name].to(torch.bfloat16))
+
+
+def test_what_was_published_does_not_change_with_the_weights(model_dir: Path):
+    lm = load_model(model_dir, torch.float32)
+    bits = PublishedWeights(lm, torch.float32).bits()
+    before = {name: b.copy() for name, b in bits.items()}
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.zero_()
+    assert all(np.array_equal(bits[name], before[name]) for name in bits)
+
+
+@pytest.mark.parametrize("which", ["model_dir", "untied_model_dir", "moe_dir"])
+def test_an_exported_folder_loads_and_says_the_same(which, request, tmp_path: Path):
+    directory = request.getfixturevalue(which)
+    lm = load_model(directory, torch.float32)
+    published = PublishedWeights(lm, torch.float32)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.mul_(1.01)
+    export_hf(tmp_path / "out", published.layout, published.bits(), source=directory)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    again = load_model(tmp_path / "out", torch.float32)
+    assert again.config.dtype == torch.float32
+    assert torch.equal(again(input_ids=ids).logits, lm(input_ids=ids).logits)
