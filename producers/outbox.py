@@ -52,17 +52,17 @@ class Outbox:
         self._seq += 1
         self._waiting.append(Envelope(self._producer, self._seq, group.group_index, payload))
 
-    def flush(self) -> int:
-        """Append what waits, if it is time to try; never blocks beyond one attempt. Returns how many were stored."""
-        stored = 0
+    def flush(self) -> list[int]:
+        """Append what waits, if it is time to try; never blocks beyond one attempt. Returns the group indices that are
+        stored now. Raises DeadlineError when the stream has been failing for `deadline_s`."""
+        stored: list[int] = []
         while self._waiting and self._clock() >= self._retry_at:
             try:
                 self._stream.append(self._waiting[0])
             except (StreamUnavailableError, BackpressureError) as error:
                 self._failed(error)
                 break
-            self._waiting.popleft()
-            stored += 1
+            stored.append(self._waiting.popleft().group_index)
             if self._failing_since is not None:
                 self._log.info("region stream is back", region=self._region, groups_waiting=len(self._waiting))
             self._failing_since, self._pause_s, self.error = None, RETRY_FIRST_S, ""

@@ -125,7 +125,7 @@ class RolloutLoop:
         """One engine step and everything around it."""
         self._swap_if_staged()
         self._start_groups()
-        self._outbox.flush()
+        self._send()
         if not self._engine.has_unfinished:
             self.state = self._idle_state()
             self._follower.staged(wait_s=0.005)
@@ -232,9 +232,13 @@ class RolloutLoop:
         if len(running.finished) == self._config.sampling.group_size:
             del self._running[int(index)]
             self._outbox.put(self._group(running))
-            self._outbox.flush()
-            self._link.release(int(index))
             self._groups_done += 1
+            self._send()
+
+    def _send(self) -> None:
+        """What is stored needs no permit any more; what still waits does, or somebody else would sample it again."""
+        for index in self._outbox.flush():
+            self._link.release(index)
 
     def _group(self, running: _Running) -> Group:
         return Group(
