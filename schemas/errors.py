@@ -8,7 +8,8 @@ says what happened, where, and what to do; it never contains a secret (`redact_u
     ├── UsageError                   2  the command line is wrong
     ├── ConfigError                 78  the configuration is wrong: restarting will not help
     │   ├── UnsafeSamplingError         behaviour log-probs would not be those of the sampled distribution
-    │   └── ModelMismatchError          the model does not fit the weights on the channel
+    │   ├── ModelMismatchError          the model does not fit the weights on the channel
+    │   └── RewardError                 a scorer failed or gave no finite number: it would do so again
     ├── TemporaryError              75  the world is wrong for now: restart later
     │   ├── DeadlineError               a wait reached its deadline; names what it waited for
     │   ├── StreamUnavailableError      a Redis cannot be reached
@@ -54,6 +55,10 @@ class UnsafeSamplingError(ConfigError):
 
 
 class ModelMismatchError(ConfigError):
+    pass
+
+
+class RewardError(ConfigError):
     pass
 
 
