@@ -65,6 +65,7 @@ class ChildSpec:
     stop_order: int = 0
     stdout: Path | None = None
     watchdog_s: float | None = None
+    stop_within_s: float | None = None  # from SIGTERM to SIGKILL, where that is less than the supervisor's own
 
 
 @dataclass(frozen=True, slots=True)

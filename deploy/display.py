@@ -163,20 +163,21 @@ def _regions(view: RunView, step: StepRecord | None, width: int) -> Table:
     table.add_column("to serve", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True, overflow=_overflow(view), ratio=1)
     head = step.version if step else view.learner.version if view.learner else None
-    by_region: dict[str, list[tuple[str, ProducerStatus]]] = {}
-    for name, status in sorted(view.producers.items()):
-        by_region.setdefault(status.region, []).append((name, status))
+    by_region: dict[str, list[tuple[str, ProducerStatus | None]]] = {}
+    nobody: list[tuple[str, ProducerStatus | None]] = [("-", None)]
+    for name, known in sorted(view.producers.items()):
+        by_region.setdefault(known.region, []).append((name, known))
     room = _PRODUCER_ROWS
     for region in sorted({*by_region, *(step.queue_depth if step else {})}) or ["-"]:
         members = by_region.get(region, [])
         speed = (
-            sum(s.tokens_per_s for _, s in members)
+            sum(s.tokens_per_s for _, s in members if s)
             if members
             else (step.tokens_per_s.get(region, 0.0) if step else 0.0)
         )
         queue = str(step.queue_depth.get(region, "-")) if step else "-"
         first = (region, f"{speed:,.0f}", queue)
-        for name, status in (members or [("-", None)])[: max(room, 0)]:
+        for name, status in (members or nobody)[: max(room, 0)]:
             table.add_row(*first, *_producer_cells(name, status, head))
             first = ("", "", "")
             room -= 1

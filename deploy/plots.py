@@ -58,7 +58,8 @@ def smooth(values: Sequence[float], window: int = _SMOOTH_STEPS) -> NDArray[np.f
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
     ends = np.arange(1, len(sums))
     starts = np.maximum(0, ends - window)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    means: NDArray[np.float64] = (sums[ends] - sums[starts]) / (ends - starts)
+    return means
 
 
 def _reward(history: History, figure: Figure) -> None:
@@ -131,11 +132,12 @@ def _ess(history: History, figure: Figure) -> None:
 def _time(history: History, figure: Figure) -> None:
     upper, lower = _panels(figure, history, "seconds per step", "tokens/s sampled")
     parts = {"train": "step_s", "publish": "publish_s", "checkpoint": "checkpoint_s", "wait for batch": "wait_s"}
-    series = [_series(history, lambda s, name=name: float(getattr(s, name)))[1] for name in parts.values()]
+    series = [[float(getattr(step, name)) for step in history.steps.values()] for name in parts.values()]
     upper.stackplot(list(history.steps), series, labels=list(parts), colors=[BLUE, GREEN, PINK, ORANGE])
     regions = sorted({region for s in history.steps.values() for region in s.tokens_per_s})
     for region, color in zip(regions, itertools.cycle([BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY]), strict=False):
-        lower.plot(*_series(history, lambda s, r=region: s.tokens_per_s.get(r, 0.0)), color=color, label=region)
+        speeds = [step.tokens_per_s.get(region, 0.0) for step in history.steps.values()]
+        lower.plot(list(history.steps), speeds, color=color, label=region)
     lower.set_ylim(bottom=0)
     _legend(upper)
     if regions:

@@ -235,11 +235,14 @@ class Supervisor:
 
     def _wait(self, batch: Sequence[Child], seconds: float, *, end: bool = True, stubborn: bool = False) -> None:
         """Until all of `batch` are gone, `seconds` have passed, or (unless `stubborn`) a further signal asks for haste."""
-        give_up = time.monotonic() + seconds
-        while any(child.alive for child in batch) and time.monotonic() < give_up:
+        began = time.monotonic()
+        while any(child.alive for child in batch) and time.monotonic() < began + seconds:
             if not stubborn and len(self._signals) > (1 if end else 0):
                 return
             for child in batch:
+                limit_s = child.spec.stop_within_s
+                if end and limit_s is not None and time.monotonic() > began + limit_s:
+                    child.kill()
                 if child.alive:
                     child.poll()
                     if not child.alive and not child.over:

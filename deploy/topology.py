@@ -20,6 +20,7 @@ from anabranch.transport.embedded_valkey import EmbeddedValkey
 
 CLIENTS, SERVERS = 0, 1  # stop order
 WATCHDOG_S = 300.0  # a child that has reported itself and then says nothing for so long is restarted
+PRODUCER_STOP_S = 10.0  # one that is loading its engine does not listen, and has nothing to lose
 HUB = "hub"
 _QUIET_MACHINE = {
     "OMP_WAIT_POLICY": "passive",  # processes share the cores: a thread that waits must not spin
@@ -85,7 +86,17 @@ def client_specs(config: RunConfig, config_file: Path, *, producers: int, urls: 
         for number in range(1, producers + 1):
             name = f"producer-{region}" if producers == 1 else f"producer-{region}-{number}"
             argv = program("produce", *common, "--region", region)
-            specs.append(ChildSpec(name, argv, env=urls, ends_itself=True, stop_order=CLIENTS, watchdog_s=WATCHDOG_S))
+            specs.append(
+                ChildSpec(
+                    name,
+                    argv,
+                    env=urls,
+                    ends_itself=True,
+                    stop_order=CLIENTS,
+                    watchdog_s=WATCHDOG_S,
+                    stop_within_s=PRODUCER_STOP_S,
+                )
+            )
     specs.append(
         ChildSpec(
             "recorder",

@@ -182,6 +182,21 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_deadline(tmp_path: Pat
     assert 2 <= time.monotonic() - began < 10
 
 
+def test_a_child_with_a_deadline_of_its_own_is_killed_sooner(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    deaf = python(
+        "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(sys.argv[1], 'w'); time.sleep(600)",
+        str(ready),
+    )
+    waits = python("import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)", str(ready))
+    began = time.monotonic()
+    with Supervisor(tmp_path / "logs", environment=ENVIRONMENT, stop_deadline_s=60, tick_s=0.02) as supervisor:
+        supervisor.add(ChildSpec("deaf", deaf, stop_within_s=0.2))
+        supervisor.add(ChildSpec("main", waits, completes_run=True))
+        assert supervisor.run().end is End.COMPLETED
+    assert time.monotonic() - began < 20
+
+
 def test_a_grandchild_that_left_the_group_is_found(tmp_path: Path) -> None:
     code = """
         import subprocess, sys

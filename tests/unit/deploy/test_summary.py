@@ -52,13 +52,13 @@ def test_metrics_alone_are_enough_and_nothing_is_guessed(run_dir: Path) -> None:
 
 def test_a_run_that_stopped_before_its_first_step(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text("")
-    write_report(run_dir)
+    write_report(run_dir, plots=False)
     assert "held-out reward: not evaluated" in (run_dir / "summary.md").read_text()
 
 
 def test_reporting_twice_gives_the_same(run_dir: Path) -> None:
-    first = [path.read_bytes() for path in write_report(run_dir)]
-    assert [path.read_bytes() for path in write_report(run_dir)] == first
+    first = [path.read_bytes() for path in write_report(run_dir, plots=False)]
+    assert [path.read_bytes() for path in write_report(run_dir, plots=False)] == first
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
