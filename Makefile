@@ -26,7 +26,7 @@ check: setup ## ruff, mypy, import rules
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(PY) -m mypy
-	@$(VENV)/lint-imports
+	@$(PY) scripts/check_imports.py
 
 bench: setup ## measure what the README claims (ARGS="--help")
 	@$(PY) -m anabranch.cli.main bench all $(ARGS)
