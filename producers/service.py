@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from anabranch.producers.environments import Problem, Task
 
 from anabranch.producers.engine import RolloutEngine
+from anabranch.producers.environments import Problem, Task
 from anabranch.producers.hub_link import HubLink
 from anabranch.producers.mirror import Mirror, layout_of_checkpoint
 from anabranch.producers.outbox import Outbox

@@ -8,6 +8,10 @@ after loading and leaves an empty parameter (or, for tied embeddings, a packed c
 one that keeps `torch.nn.functional.linear` on the live parameter. Remove it when vLLM offers a switch for packing, or
 when its packed weights take in-place updates.
 
+Shim 2, whole prefills. Written for vLLM 0.32.0. When a step computes only a part of a seeded request's prompt, the
+runner rewinds the request's generator by `set_offset`, which CPU generators lack: the engine dies. `batched_tokens`
+makes the step's budget so large that no prompt is ever split. Remove it when the runner guards that call by device.
+
 Mixture-of-experts weights are packed elsewhere, at the same shape; the engine's self-check refuses such a model here.
 """
 
@@ -48,6 +52,11 @@ def install() -> None:
         if dispatch.__name__ not in method.__code__.co_names:
             raise ConfigError(f"{method.__qualname__} of vLLM {vllm.__version__} packs in another way: {_ADVICE}")
     utils.dispatch_cpu_unquantized_gemm = _keep_weights
+
+
+def batched_tokens(max_num_seqs: int, max_model_len: int) -> int:
+    """Tokens one step may compute, enough for all sequences to be prefilled whole at once."""
+    return max_num_seqs * max_model_len
 
 
 def check_unpacked(model: torch.nn.Module) -> None:

@@ -82,6 +82,8 @@ def build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from anabranch.producers import vllm_cpu_shim
+
     if current_platform.device_type != config.device:
         raise ConfigError(f"producer.device = {config.device}, but this vLLM runs on {current_platform.device_type!r}")
     arguments = EngineArgs(
@@ -91,6 +93,9 @@ def build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=config.kv_cache_bytes,
+        max_num_batched_tokens=(
+            vllm_cpu_shim.batched_tokens(config.max_num_seqs, config.max_model_len) if config.device == "cpu" else None
+        ),
         enforce_eager=config.device == "cpu",
         async_scheduling=False,  # a step in flight would make a tag one step off
         enable_prefix_caching=True,

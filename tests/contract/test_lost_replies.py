@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.contract.flaky_link import FlakyLink
 
 from anabranch.schemas.envelope import Envelope, open_envelope
 from anabranch.schemas.errors import StreamUnavailableError
@@ -14,6 +13,7 @@ from anabranch.schemas.keys import Keys
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
+from tests.contract.flaky_link import FlakyLink
 
 GROUP = "learner"
 

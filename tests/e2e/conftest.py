@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 import pytest
-from tests.e2e.lab import TEMPERATURE, Lab
-from tests.tiny import EOS_ID, OTHER_EOS_ID, build_checkpoint
 
 from anabranch.producers.engine import RolloutEngine
 from anabranch.producers.mirror import Mirror
 from anabranch.schemas.config import ProducerSection, SamplingSection
 from anabranch.schemas.errors import AnabranchError
+from tests.e2e.lab import TEMPERATURE, Lab
+from tests.tiny import EOS_ID, OTHER_EOS_ID, build_checkpoint
 
 MAX_SEQS = 8
 # What an instruction model ships with; none of it may touch sampling here, except the end-of-sequence ids.

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.e2e.lab import Lab, prompts
 
 from anabranch.producers.index_map import trace
 from anabranch.producers.mirror import Mirror
 from anabranch.schemas.errors import DeltaError, ModelMismatchError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.versions import PolicyVersion
+from tests.e2e.lab import Lab, prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.e2e.conftest import MAX_SEQS
-from tests.e2e.lab import Lab, prompts
-from tests.tiny import EOS_ID, OTHER_EOS_ID
 
 from anabranch.producers.engine import Finished
 from anabranch.schemas.errors import AnabranchError, ConfigError
 from anabranch.schemas.versions import VersionSpan
+from tests.e2e.conftest import MAX_SEQS
+from tests.e2e.lab import Lab, prompts
+from tests.tiny import EOS_ID, OTHER_EOS_ID
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 TOLERANCE = 1e-4
@@ -186,6 +186,13 @@ def test_aborted_requests_are_gone(lab: Lab) -> None:
     done = lab.run(3)
     lab.engine.abort([names[0], "unknown"])
     assert set(done | lab.run()) == set(names[1:])
+
+
+def test_prompts_too_long_for_one_default_step_are_prefilled_whole(lab: Lab) -> None:
+    """vLLM's CPU runner dies when it splits the prefill of a seeded request."""
+    lab.begin(11)
+    names = lab.submit(prompts(8, 600, 11), max_tokens=3)
+    assert set(lab.run()) == set(names)
 
 
 def test_nothing_listens_beyond_loopback(lab: Lab) -> None:

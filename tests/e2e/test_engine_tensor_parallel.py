@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.tiny import build_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

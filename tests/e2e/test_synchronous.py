@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.pipeline import QUIET_THREADS, pipeline
-from tests.tiny import build_checkpoint
 
 from anabranch.schemas.metrics import StepRecord
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.metrics_log import read_records
 from anabranch.transport.wiring import connect_hub
+from tests.pipeline import QUIET_THREADS, pipeline
+from tests.tiny import build_checkpoint
 
 STEPS = 4
 REFERENCE = Path(__file__).with_name("reference_loop.py")

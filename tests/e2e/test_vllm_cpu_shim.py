@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.e2e.lab import Lab
-from tests.tiny import build_checkpoint
 
 from anabranch.producers import vllm_cpu_shim
 from anabranch.producers.mirror import Mirror
 from anabranch.schemas.errors import ConfigError, ModelMismatchError
+from tests.e2e.lab import Lab
+from tests.tiny import build_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180), pytest.mark.usefixtures("recompute_lab")]
 DISPATCH = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"  # imported by the lab's engine, not before

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import zstandard
-from tests.golden import samples
-from tests.groups import same
 
 from anabranch.kernels.delta_codec import decode
 from anabranch.schemas.envelope import open_envelope
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.trajectory import decode_group
+from tests.golden import samples
+from tests.groups import same
 
 GOLDEN = Path(__file__).parent
 

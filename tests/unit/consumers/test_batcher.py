@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.groups import group, rollout
 
 from anabranch.consumers.batcher import GroupQueue, TrainedSet, Verdict, group_age
 from anabranch.consumers.reader import Arrival
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
+from tests.groups import group, rollout
 
 
 def arrival(index: int, entry_id: str | None = None, *, region: str = "east", version: int = 0, epoch: int = 1):

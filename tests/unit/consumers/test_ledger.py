@@ -6,7 +6,6 @@ import json
 import socket
 
 import pytest
-from tests.groups import entry
 
 from anabranch.consumers.ledger import read_ledger, render_ledger
 from anabranch.schemas.config import RunConfig, load_config
@@ -15,6 +14,7 @@ from anabranch.schemas.keys import LEARNER_GROUP, Keys
 from anabranch.transport.embedded_valkey import EmbeddedValkey
 from anabranch.transport.stream import LedgerCounts
 from anabranch.transport.wiring import connect_region
+from tests.groups import entry
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.groups import group
 
 from anabranch.consumers.parquet_writer import id_key, recorded, remove_leftovers, write_entries
 from anabranch.schemas.trajectory import SCHEMA, decode_group, encode_group, read_batch
+from tests.groups import group
 
 
 def batch(index: int) -> pa.RecordBatch:

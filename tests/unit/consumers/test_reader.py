@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.groups import entry, group, rollout
 
 from anabranch.consumers.reader import Polled, Reader, RegionState
 from anabranch.schemas.config import StreamSection
@@ -27,6 +26,7 @@ from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.stream import Delivery, TrajectoryStream
+from tests.groups import entry, group, rollout
 
 
 class World:

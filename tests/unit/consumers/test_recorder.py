@@ -15,7 +15,6 @@ import pytest
 import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.groups import entry
 
 from anabranch.consumers.recorder import CONSUMER, Recorder
 from anabranch.schemas.config import RecorderSection, RunConfig, StreamSection
@@ -29,6 +28,7 @@ from anabranch.transport.redis_boards import RedisRunBoard
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.stream import Delivery, TrajectoryStream
+from tests.groups import entry
 
 Settles = list[tuple[str, str]]
 

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.learner.conftest import make_batch
 
 from anabranch.learner.checkpoint import MARKER, CheckpointStore
 from anabranch.learner.weights import tensor_bits
 from anabranch.schemas.errors import CheckpointError
 from anabranch.schemas.layout import Layout
+from tests.unit.learner.conftest import make_batch
 
 
 class Counter:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.unit.learner.conftest import NOW, make_batch, make_group
 
 from anabranch.kernels.diagnostics import DiagnosticSums
 from anabranch.learner.batch import build_batch
@@ -17,6 +16,7 @@ from anabranch.schemas.config import CorrectionSection
 from anabranch.schemas.errors import AnabranchError, ConfigError
 from anabranch.schemas.trajectory import Group
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
+from tests.unit.learner.conftest import NOW, make_batch, make_group
 
 NO_VETO = CorrectionSection(veto_low=0.0, veto_high=1e9)
 

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.learner.conftest import VOCAB
 
 from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
 from anabranch.schemas.errors import ConfigError, ModelMismatchError
+from tests.unit.learner.conftest import VOCAB
 
 IDS = [[5, 9, 2, 7, 1, 30], [8, 3, 4]]
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.unit.learner.conftest import VOCAB, make_batch
 
 from anabranch.kernels.diagnostics import DiagnosticSums
 from anabranch.learner.step import MicroBatch, plan_step
 from anabranch.schemas.config import CorrectionSection
+from tests.unit.learner.conftest import VOCAB, make_batch
 
 CPU = torch.device("cpu")
 CORRECTION = CorrectionSection(veto_low=0.0, veto_high=1e9)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.learner.conftest import VOCAB
 
 from anabranch.learner.policy import load_model
 from anabranch.learner.weights import PublishedWeights, export_hf
+from tests.unit.learner.conftest import VOCAB
 
 
 @pytest.fixture(scope="module")

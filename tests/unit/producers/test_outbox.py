@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.contract.flaky_link import FlakyLink
-from tests.groups import group, rollout
 
 from anabranch.producers.outbox import RETRY_LAST_S, Outbox
 from anabranch.schemas.envelope import Envelope, open_envelope
@@ -24,6 +22,8 @@ from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.stream import TrajectoryStream
+from tests.contract.flaky_link import FlakyLink
+from tests.groups import group, rollout
 
 
 class Rough(MemoryStream):

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.groups import group, groups, rollout, same
 
 from anabranch.schemas.errors import SchemaVersionError, TrajectoryError, WireError
 from anabranch.schemas.trajectory import SCHEMA, Group, Rollout, decode_group, encode_group, read_batch
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
+from tests.groups import group, groups, rollout, same
 
 
 def write(*batches: pa.RecordBatch, schema: pa.Schema | None = None) -> bytes:
