@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="examples:\n  anabranch bench all\n  anabranch bench all --json > figures.json\n",
     )  # fmt: skip
     for kind in (loop, everything):
-        kind.add_argument("--preset", default="tiny", choices=["tiny", "smollm2"])
+        kind.add_argument("--preset", default="tiny", choices=["tiny", "smollm2"], help="default tiny")
         kind.add_argument("--steps", type=int, default=30, metavar="N", help="learner steps (default 30)")
     add_config_arguments(swap)
     for kind in (swap, everything):

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import anabranch
@@ -43,24 +46,32 @@ def build_parser() -> argparse.ArgumentParser:
     shtab.add_argument_to(parser, ["--print-completion"], help="print a completion script")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
+        if importlib.util.find_spec(f"anabranch.cli.{name}") is None:  # FIXME until all are there
+            continue
         importlib.import_module(f"anabranch.cli.{name}").add_parser(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    from anabranch.schemas.errors import AnabranchError
+    from anabranch.schemas.errors import EXIT_INTERNAL, AnabranchError
+    from anabranch.transport.redact import redact_text
 
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except AnabranchError as error:
-        print(f"anabranch {args.command}: {error}", file=sys.stderr)
+        print(f"anabranch {args.command}: {redact_text(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone, e.g. `anabranch ... | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
         return 0
+    except Exception:  # noqa: BLE001 - the edge of the process: a bug is reported whole, with the code that says so
+        print(redact_text(traceback.format_exc()), file=sys.stderr, end="")
+        return EXIT_INTERNAL
 
 
 if __name__ == "__main__":
