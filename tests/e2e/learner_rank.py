@@ -1,0 +1,79 @@
+"""One rank of a tiny learner, for test_learner_engine.py: `python learner_rank.py JOB.json`.
+
+A job lists runs, done one after the other by the same ranks: starting processes costs more than training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def main(job_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    if job["what"] == "hang":
+        Path(job["out"], f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(300)
+    elif job["what"] == "fail":
+        if os.environ["RANK"] == "1":
+            sys.exit(75)
+        time.sleep(300)
+    else:
+        for run in job["runs"]:
+            train(Path(job["model"]), **run)
+
+
+def train(model: Path, out: str, learner: dict[str, Any], batches: list[str], save_at: int | None = None) -> None:
+    """Resume if there is a checkpoint in `out`, do the steps that are left, write weights and figures."""
+    from anabranch.learner.batch import TrainBatch
+    from anabranch.learner.checkpoint import CheckpointStore
+    from anabranch.learner.collective import CollectiveEngine, follow
+    from anabranch.learner.distribute import rank_from_environment
+    from anabranch.learner.engine import LearnerEngine
+    from anabranch.schemas.config import CorrectionSection, LearnerSection
+
+    rank, world_size = rank_from_environment() or (0, 1)
+    made = LearnerEngine(
+        model,
+        LearnerSection(**learner, world_size=world_size),
+        CorrectionSection(veto_low=0.0, veto_high=1e9),
+        run_seed=0,
+        temperature=1.0,
+        rank=rank,
+        world_size=world_size,
+    )
+    if rank:
+        follow(made)
+        return
+    engine, folder = CollectiveEngine(made, world_size=world_size), Path(out)
+    folder.mkdir(exist_ok=True)
+    checkpoints = CheckpointStore(folder / "checkpoints", run="r", layout_hash=engine.layout.hash, keep=1)
+    try:
+        resumed = checkpoints.load_newest(engine)
+        outputs = []
+        for file in batches[engine.step :]:
+            outputs.append(engine.train_step(TrainBatch.from_bytes(Path(file).read_bytes())))
+            if engine.step == save_at:
+                checkpoints.save(engine, {"epoch": 3})
+        np.savez(folder / "weights.npz", **engine.state_bits())
+        checkpoints.export(engine)
+    finally:
+        engine.stop()
+    report = {
+        "resumed": resumed,
+        "loss": [o.loss for o in outputs],
+        "grad_norm": [o.grad_norm for o in outputs],
+        "kl_k3": [o.diagnostics.kl_k3 for o in outputs],
+        "tokens": [o.diagnostics.tokens for o in outputs],
+    }
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
