@@ -83,20 +83,24 @@ class GroupQueue:
         """These entries are settled in their stream and will not be delivered again."""
         self._entries.difference_update(arrivals)
 
+    def from_the_future(self, now: PolicyVersion) -> list[Arrival]:
+        """Remove and return every group with a token that claims a policy beyond `now`: no such weights exist."""
+        future = [a for a in self._queue.values() if any(s.policy > now for r in a.group.rollouts for s in r.spans)]
+        return self._remove(future)
+
     def sweep(self, now: PolicyVersion, fork_version: int, max_age: int) -> list[Arrival]:
         """Remove and return every group with a token older than `max_age`."""
-        old = [a for a in self._queue.values() if group_age(a, now, fork_version) > max_age]
-        for arrival in old:
-            del self._queue[arrival.group.group_index]
-            self._entries.discard((arrival.region, arrival.entry_id))
-        return old
+        return self._remove([a for a in self._queue.values() if group_age(a, now, fork_version) > max_age])
 
     def clear(self) -> list[Arrival]:
         """Remove and return everything that waits."""
-        rest = list(self._queue.values())
-        self._queue.clear()
-        self._entries.difference_update((a.region, a.entry_id) for a in rest)
-        return rest
+        return self._remove(list(self._queue.values()))
+
+    def _remove(self, arrivals: list[Arrival]) -> list[Arrival]:
+        for arrival in arrivals:
+            del self._queue[arrival.group.group_index]
+            self._entries.discard((arrival.region, arrival.entry_id))
+        return arrivals
 
     def take(self, count: int) -> list[Arrival] | None:
         """The `count` lowest group indices, in order, or None if there are fewer. Call `sweep` just before."""

@@ -5,7 +5,8 @@ dropped for good), so a crash at any point loses nothing: what was not acknowled
 ends as trained, dropped(cause) or pending. Held by tests/unit/learner/test_feed.py and tests/process/.
 
 Fates: trained; dropped:zero_variance (consumed by a step, without gradient); dropped:age and dropped:dead_letter
-(their permits are handed out again); dropped:duplicate; dropped:surplus (sampled, but the run ended first).
+(their permits are handed out again); dropped:false_version (a token claims a policy beyond the learner's: likewise);
+dropped:duplicate; dropped:surplus (sampled, but the run ended first).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ TRAINED = "trained"
 ZERO_VARIANCE = "dropped:zero_variance"
 AGE = "dropped:age"
 DUPLICATE = "dropped:duplicate"
+FALSE_VERSION = "dropped:false_version"
 SURPLUS = "dropped:surplus"
 DEAD_LETTER = "dead_letter"
 
@@ -100,6 +102,10 @@ class Feed:
         """
         started = time.monotonic()
         while not stop():
+            false = self._queue.from_the_future(now)
+            if false:
+                self._log.warning("groups claim weights that do not exist yet", groups=len(false), now=str(now))
+                self._drop(false, FALSE_VERSION, give_back=True)
             old = self._queue.sweep(now, fork_version, self._max_age)
             if old:
                 self._drop(old, AGE, give_back=True)

@@ -114,7 +114,9 @@ class LearnerLoop:
         progress = self._progress
         self._set_state(LearnerState.STARTING, "the hub")
         self._hub_call(self._hub.runs.start, "to start the run")
-        progress.epoch = self._hub_call(self._hub.channel.open_epoch, "to open an epoch")
+        progress.epoch = self._hub_call(
+            lambda: self._hub.channel.open_epoch(above=(self._resumed or {}).get("epoch", 0)), "to open an epoch"
+        )
         self._publisher = WeightPublisher(
             self._hub.channel,
             self._engine.layout,
@@ -216,6 +218,7 @@ class LearnerLoop:
         self._checkpoints.save(self._engine, client_state)
         self._last_checkpoint = self._engine.step
         self._feed.checkpointed()
+        self._hub_call(self._hub.runs.drop_stale_producers, "to forget producers that are gone")
 
     def _evaluate(self, should_stop: Callable[[], bool]) -> None:
         self._set_state(LearnerState.EVALUATING, "producers to score the held-out prompts")

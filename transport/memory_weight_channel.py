@@ -36,9 +36,9 @@ class MemoryWeightChannel:
     def __init__(self, store: MemoryWeightStore) -> None:
         self._store = store
 
-    def open_epoch(self) -> int:
+    def open_epoch(self, *, above: int = 0) -> int:
         with self._store.lock:
-            self._store.epoch += 1
+            self._store.epoch = max(self._store.epoch, above) + 1
             return self._store.epoch
 
     def put_layout(self, layout: Layout) -> None:
@@ -54,7 +54,7 @@ class MemoryWeightChannel:
     def put_blob(self, payload: bytes) -> str:
         digest: str = xxhash.xxh3_128_hexdigest(payload)
         with self._store.lock:
-            self._store.blobs.setdefault(digest, bytes(payload))
+            self._store.blobs[digest] = bytes(payload)  # what is there may have been damaged
         return digest
 
     def blob(self, digest: str) -> bytes:

@@ -34,9 +34,10 @@ class RedisWeightChannel:
         self._guard = Guard(client, what)
         self._commit = scripts.load(client, "weights_commit")
         self._drop = scripts.load(client, "weights_drop")
+        self._open_epoch = scripts.load(client, "weights_open_epoch")
 
-    def open_epoch(self) -> int:
-        return int(self._guard.repeat(lambda: self._client.incr(self._keys.epoch)))
+    def open_epoch(self, *, above: int = 0) -> int:
+        return int(self._guard.repeat(lambda: self._open_epoch(keys=[self._keys.epoch], args=[above])))
 
     def put_layout(self, layout: Layout) -> None:
         self._guard.repeat(lambda: self._client.set(self._keys.layout(layout.hash), layout.to_json()))
@@ -53,7 +54,9 @@ class RedisWeightChannel:
 
         def call() -> None:
             if not self._client.set(key, payload, nx=True, px=UNCOMMITTED_TTL_MS):
-                self._client.pexpire(key, UNCOMMITTED_TTL_MS, xx=True)  # leaves a committed chunk without expiry
+                # Written again, because what is there may have been damaged; a committed chunk stays without expiry.
+                self._client.set(key, payload, xx=True, keepttl=True)
+                self._client.pexpire(key, UNCOMMITTED_TTL_MS, xx=True)
 
         self._guard.repeat(call)
         return digest

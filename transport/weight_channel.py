@@ -17,8 +17,9 @@ from anabranch.schemas.versions import PolicyVersion
 class WeightChannel(Protocol):
     """All methods raise StreamUnavailableError when the server cannot be reached, BackpressureError when it is full."""
 
-    def open_epoch(self) -> int:
-        """A new epoch number, above every earlier one of this run."""
+    def open_epoch(self, *, above: int = 0) -> int:
+        """A new epoch number, above every earlier one of this run and above `above`: the epoch of a checkpoint that is
+        resumed over a hub which has lost its data."""
         ...
 
     def put_layout(self, layout: Layout) -> None: ...

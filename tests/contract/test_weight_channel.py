@@ -108,6 +108,12 @@ def test_epochs_ascend_over_handles(world):
     assert [world.open().open_epoch() for _ in range(3)] == [1, 2, 3]
 
 
+def test_an_epoch_stays_above_that_of_a_resumed_checkpoint(world):
+    """A hub that lost its data must not count from 1 again: older entries would come from the future."""
+    assert world.open().open_epoch(above=7) == 8
+    assert world.open().open_epoch(above=3) == 9
+
+
 def test_a_committed_version_is_the_head_and_reads_back(world):
     publisher, follower = world.open(), world.open()
     anchor = publish(publisher, world.run, 1, 0, "anchor", b"all of it")
@@ -129,6 +135,15 @@ def test_an_altered_or_missing_chunk_is_refused(world):
         channel.blob(digest)
     with pytest.raises(DeltaError, match="not on the channel"):
         channel.blob("f" * 32)
+
+
+def test_publishing_the_same_bytes_again_heals_an_altered_chunk(world):
+    channel = world.open()
+    manifest = publish(channel, world.run, 1, 0, "anchor", b"all of it")
+    digest = manifest.chunks[0].digest
+    world.spoil_blob(digest, b"all of him")
+    channel.put_blob(b"all of it")
+    assert channel.blob(digest) == b"all of it"
 
 
 def test_an_unknown_layout_is_refused(world):

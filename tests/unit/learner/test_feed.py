@@ -193,6 +193,18 @@ def test_groups_of_a_sibling_line_count_their_distance_through_the_fork(world: W
     assert world.ledger("east")["dropped:age"] == 1
 
 
+def test_a_group_that_claims_weights_of_the_future_is_dropped_and_sampled_again(world: World) -> None:
+    feed = world.learner()
+    world.take(BATCH + 1)
+    world.produce(0, 3)
+    world.produce(1, 0, epoch=9)
+    for index in range(2, BATCH + 2):
+        world.produce(index, 0)
+    assert indices(next_batch(feed)) == [2, 3, 4, 5]
+    assert world.ledger("east")["dropped:false_version"] == 2
+    assert [p.group_index for p in world.take(2)] == [0, 1]
+
+
 def test_a_region_that_is_away_at_acknowledgement_is_acknowledged_later(world: World) -> None:
     feed = world.learner()
     world.take(BATCH)
