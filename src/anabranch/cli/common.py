@@ -30,8 +30,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_from(args: argparse.Namespace) -> RunConfig:
-    """Raises ConfigError if the file cannot be read or the configuration is not valid."""
+def config_from(args: argparse.Namespace, *, beneath: str = "") -> RunConfig:
+    """`beneath`: TOML text that the file overrides (a preset). Raises ConfigError if the file cannot be read or the configuration is not valid."""
     from anabranch.schemas.config import load_config
     from anabranch.schemas.errors import ConfigError
 
@@ -41,4 +41,10 @@ def config_from(args: argparse.Namespace) -> RunConfig:
             text = args.config.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read --config {args.config}: {error}") from error
-    return load_config(text, source=str(args.config or "configuration"), environ=os.environ, overrides=args.overrides)
+    return load_config(
+        text,
+        source=str(args.config or "configuration"),
+        beneath=beneath,
+        environ=os.environ,
+        overrides=args.overrides,
+    )
