@@ -55,15 +55,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(sdist, {"tree": wheel, "sdist": second})
 
 
-@pytest.fixture(scope="module", params=["tree", "sdist"])
-def clean(request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment that holds the package and nothing else."""
-    folder = tmp_path_factory.mktemp("clean") / "venv"
-    execute(sys.executable, "-I", "-m", "venv", "--without-pip", folder, cwd=folder.parent)
-    python = folder / "bin" / "python"
-    wheel = built.wheels[request.param]
-    execute(sys.executable, "-I", "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=folder.parent)
-    return python
+@pytest.fixture(scope="module")
+def environments(built: Built, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each wheel the interpreter of a fresh environment that holds it and nothing else."""
+    pythons = {}
+    for name, wheel in built.wheels.items():
+        folder = tmp_path_factory.mktemp("clean") / "venv"
+        execute(sys.executable, "-I", "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+        pythons[name] = python = folder / "bin" / "python"
+        pip = (sys.executable, "-I", "-m", "pip", "--python", python)
+        execute(*pip, "install", "--no-deps", "--no-compile", wheel, cwd=folder.parent)
+    return pythons
+
+
+@pytest.fixture(params=["tree", "sdist"])
+def clean(request: pytest.FixtureRequest, environments: dict[str, Path]) -> Path:
+    return environments[request.param]
 
 
 def source_files() -> set[str]:
