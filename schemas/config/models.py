@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from anabranch.schemas.errors import UnsafeSamplingError, redact_url
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+ENTRY_BYTES_PER_TOKEN = 24  # id, log-prob and up to 16 bytes of text; more is very rare
 Objective = Literal["dppo_tv", "grpo", "dr_grpo", "none"]
 
 
@@ -264,5 +265,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"task.max_prompt_tokens + sampling.max_tokens = {need} exceeds "
                 f"producer.max_model_len = {self.producer.max_model_len}"
+            )
+        largest = self.sampling.group_size * need * ENTRY_BYTES_PER_TOKEN + 8192
+        if largest > self.stream.max_entry_bytes:
+            raise ValueError(
+                f"a group of sampling.group_size = {self.sampling.group_size} rollouts of {need} tokens can take "
+                f"{largest} bytes, more than stream.max_entry_bytes = {self.stream.max_entry_bytes}"
             )
         return self
