@@ -83,6 +83,15 @@ def test_the_sweep_removes_what_is_older_than_the_bound_and_nothing_else() -> No
     assert waiting.sweep(NOW, 0, 3) == []
 
 
+def test_a_token_of_weights_that_do_not_exist_yet_is_told_apart() -> None:
+    """A hub that lost its data can hand out a tag twice; such a token has no age."""
+    waiting = queue(arrival(0, version=11), arrival(1, version=10), arrival(2, version=3, epoch=2), arrival(3))
+    false = waiting.from_the_future(NOW)
+    assert sorted(a.group.group_index for a in false) == [0, 2]
+    assert waiting.indices == {1, 3}
+    assert waiting.offer(arrival(0, version=10)) is Verdict.QUEUED, "it may come again, truly"
+
+
 def test_age_zero_admits_the_present_version_alone() -> None:
     waiting = queue(arrival(0, version=9), arrival(1, version=10))
     waiting.sweep(NOW, 0, 0)

@@ -135,6 +135,7 @@ def test_a_wrong_type_or_value_is_refused_and_named(override: str) -> None:
         (["stream.block_ms=5000"], "block_ms = 5000 must be below socket_timeout_ms"),
         (["producer.max_model_len=100"], "exceeds producer.max_model_len = 100"),
         (["regions={}"], "regions is empty"),
+        (["stream.max_entry_bytes=65536"], "can take 69632 bytes, more than stream.max_entry_bytes = 65536"),
         (['regions."a b".url=redis://h:1'], "region name"),
         (["regions.øst.url=redis://h:1"], "region name"),
         (["hub.url=http://h:1"], "is not a redis://"),
