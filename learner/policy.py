@@ -19,7 +19,11 @@ from anabranch.schemas.errors import ConfigError, ModelMismatchError
 
 
 def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
-    """The causal language model in `model_dir`, on the CPU, without dropout. Raises ConfigError if it cannot be loaded."""
+    """The causal language model in `model_dir`, on the CPU, without dropout; weights of −0.0 become 0.0.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -31,6 +35,10 @@ def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path = {model_dir} cannot be loaded: {error}") from error
     model.config.use_cache = False
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Adam turns −0.0 into 0.0 even at lr = 0 (−0.0 + 0·m), which would show as a change of bits.
+            parameter.add_(0.0)
     # Dropout would make the log-probs of equal weights differ: importance ratios must be 1 at lag 0.
     return model.eval()
 

@@ -92,6 +92,17 @@ def test_lr_zero_leaves_every_bit(engine, stage):
     assert same(made.state_bits(), before)
 
 
+def test_lr_zero_leaves_every_bit_of_a_model_with_negative_zeros_too(engine, tmp_path: Path, model_dir: Path):
+    lm = load_model(model_dir, torch.bfloat16)
+    with torch.no_grad():
+        lm.model.layers[0].mlp.up_proj.weight.fill_(-0.0)
+    lm.save_pretrained(tmp_path)
+    made = engine(model_dir=tmp_path, lr=0.0)
+    before = made.state_bits()
+    made.train_step(make_batch())
+    assert same(made.state_bits(), before)
+
+
 def test_the_same_groups_give_the_same_bits_however_they_arrive(engine):
     groups = [make_group(i) for i in range(4)]
     shuffled = [replace(g, rollouts=g.rollouts[::-1]) for g in groups[::-1]]

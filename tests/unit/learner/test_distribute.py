@@ -1,0 +1,32 @@
+import pytest
+
+from anabranch.learner.distribute import broadcast_bytes, init_ranks, rank_from_environment
+from anabranch.schemas.errors import ConfigError
+
+
+@pytest.mark.parametrize(("rank", "world_size", "placed"), [(None, None, None), ("1", "2", (1, 2)), ("0", "1", (0, 1))])
+def test_a_launcher_says_which_rank_this_is(monkeypatch: pytest.MonkeyPatch, rank, world_size, placed):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert rank_from_environment() == placed
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("1", None), (None, "2"), ("one", "2")])
+def test_half_a_placement_is_refused(monkeypatch: pytest.MonkeyPatch, rank, world_size):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"RANK={rank} and WORLD_SIZE={world_size}"):
+        rank_from_environment()
+
+
+def test_one_rank_needs_no_network_and_cannot_become_two():
+    init_ranks(0, 1, device="cpu", deadline_s=10)
+    assert broadcast_bytes(b"") == b""
+    assert broadcast_bytes(b"\x00\xff" * 1000) == b"\x00\xff" * 1000
+    init_ranks(0, 1, device="cpu", deadline_s=10)
+    with pytest.raises(ConfigError, match="rank 0 of 1, not 1 of 2"):
+        init_ranks(1, 2, device="cpu", deadline_s=10)
