@@ -139,7 +139,8 @@ class Feed:
         """A checkpoint holding `state()` is durable: acknowledge. A region that cannot be reached is tried again at the
         next call. Returns how many entries were settled."""
         settled = 0
-        for region in sorted({r for r, _, _ in self._to_settle}):
+        away = self._reader.unreachable()  # asking it again would only cost the learner a time-out
+        for region in sorted({r for r, _, _ in self._to_settle} - away.keys()):
             mine = [(entry, fate) for r, entry, fate in self._to_settle if r == region]
             try:
                 settled += self._streams[region].settle(LEARNER_GROUP, mine)
@@ -179,16 +180,19 @@ class Feed:
         return len(polled.arrivals) + len(polled.dead)
 
     def _drop(self, arrivals: list[Arrival], fate: str, *, give_back: bool) -> None:
-        """Settle for good. If the region cannot be reached the entry comes again, and is judged again."""
+        """Settle for good, one call a region. Where that cannot be reached, a later `checkpointed` does it."""
         if give_back:
             again = [a.group.group_index for a in arrivals]
             self._hub(lambda: self._permits.give_back(again))
-        for arrival in arrivals:
+        self._dropped[fate.removeprefix("dropped:")] += len(arrivals)
+        for region in sorted({a.region for a in arrivals}):
+            mine = [(a.entry_id, fate) for a in arrivals if a.region == region]
             try:
-                self._streams[arrival.region].settle(LEARNER_GROUP, [(arrival.entry_id, fate)])
+                if region in self._reader.unreachable():
+                    raise StreamUnavailableError(region)
+                self._streams[region].settle(LEARNER_GROUP, mine)
             except StreamUnavailableError:
-                continue
-            self._dropped[fate.removeprefix("dropped:")] += 1
+                self._to_settle += [(region, entry, fate) for entry, fate in mine]
 
     def _hub(self, call: Callable[[], None]) -> None:
         retry_until(call, deadline_s=self._hub_deadline_s, what="the hub's Redis, to account for permits")

@@ -226,6 +226,30 @@ def test_a_region_that_is_away_at_acknowledgement_is_acknowledged_later(world: W
     assert world.ledger("west") == {"produced": 2, "pending": 0, "trained": 2}
 
 
+def test_what_is_dropped_while_its_region_is_away_is_settled_when_it_is_back(world: World) -> None:
+    feed = world.learner()
+    world.take(2 * BATCH)
+    for index in range(BATCH):
+        world.produce(index, 0, region="west")
+    feed.drain_backlog()
+    west = feed._streams["west"]
+    real, calls = west.settle, []
+
+    def settle(group_name: str, fates: Any) -> int:
+        calls.append(len(fates))
+        if len(calls) == 1:
+            raise StreamUnavailableError("west")
+        return real(group_name, fates)
+
+    west.settle = settle  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError):
+        next_batch(feed, version=MAX_AGE + 1, deadline_s=0.05)
+    assert calls == [BATCH], "one time-out for all of them, not one each"
+    assert world.ledger("west")["pending"] == BATCH
+    assert feed.checkpointed() == BATCH
+    assert world.ledger("west") == {"produced": 4, "pending": 0, "dropped:age": 4}
+
+
 def test_what_is_left_at_the_end_is_dropped_as_surplus(world: World) -> None:
     feed = world.learner()
     world.take(BATCH + 2)
