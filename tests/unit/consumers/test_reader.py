@@ -229,7 +229,7 @@ def until(reader: Reader, done: Callable[[Polled], bool], *, deadline_s: float =
 
 # Real servers from here on.
 
-TIMEOUT_MS = 600
+TIMEOUT_MS = 1000
 CONFIG = StreamSection(block_ms=20, socket_timeout_ms=TIMEOUT_MS)
 
 

@@ -317,12 +317,12 @@ def opened() -> Iterator[list[HubLink]]:
 def test_the_engines_thread_never_waits_for_a_slow_hub(opened) -> None:
     lab = Lab()
     link = HubLink(
-        Sluggish(0.3), lab.runs, lab.evaluations, producer="p", lease_ms=LEASE_MS, poll_ms=1, status=status
+        Sluggish(0.8), lab.runs, lab.evaluations, producer="p", lease_ms=LEASE_MS, poll_ms=1, status=status
     )  # fmt: skip
     opened.append(link)
     link.start()
     slowest = 0.0
-    end = time.monotonic() + 0.5
+    end = time.monotonic() + 1.0
     while time.monotonic() < end:
         started = time.monotonic()
         link.want(1, V0)
@@ -332,7 +332,7 @@ def test_the_engines_thread_never_waits_for_a_slow_hub(opened) -> None:
         link.release(99)
         slowest = max(slowest, time.monotonic() - started)
         time.sleep(0.001)
-    assert slowest < 0.25
+    assert slowest < 0.6
     eventually(lambda: taken(link) == [0])
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,17 +84,22 @@ def test_a_reader_never_sees_half(target: Path) -> None:
     stop = threading.Event()
 
     def rewrite() -> None:
-        for number in range(60):
+        for number in itertools.count():
             write_atomically(target, contents[number % 2])
-        stop.set()
+            if stop.is_set():
+                return
 
     thread = threading.Thread(target=rewrite)
     thread.start()
-    seen = set()
-    while not stop.is_set():
-        content = target.read_bytes()
-        assert content in contents
-        seen.add(len(content))
-    thread.join()
+    seen = []
+    try:
+        end = time.monotonic() + 20
+        while len(seen) < 200 or len(set(seen)) < 2:
+            assert time.monotonic() < end, "it was not rewritten while it was read"
+            content = target.read_bytes()
+            assert content in contents
+            seen.append(len(content))
+    finally:
+        stop.set()
+        thread.join()
     assert os.listdir(target.parent) == [target.name]
-    assert len(seen) == 2, "the reader read while it was rewritten"
