@@ -146,6 +146,15 @@ def _as_sampled_by(policy: PolicyModule, group: Group) -> Group:
     return replace(group, rollouts=tuple(rollouts))
 
 
+def test_dropout_is_off(engine, tmp_path: Path, model_dir: Path):
+    lm = load_model(model_dir, torch.bfloat16)
+    lm.config.attention_dropout = 0.5
+    lm.save_pretrained(tmp_path)
+    assert load_model(tmp_path, torch.bfloat16).config.attention_dropout == 0.5
+    expected, made = engine(lr=0.0), engine(lr=0.0, model_dir=tmp_path)
+    assert made.train_step(make_batch()).loss == expected.train_step(make_batch()).loss
+
+
 def test_a_batch_without_advantage_changes_nothing_on_a_fresh_engine(engine):
     made = engine()
     before = made.state_bits()
