@@ -24,7 +24,7 @@ from anabranch.schemas.trajectory import read_batch
 from anabranch.transport.log import setup_logging
 from anabranch.transport.runtime import StopSignal, run_service, sd_notify
 from anabranch.transport.stream import Delivery, TrajectoryStream
-from anabranch.transport.wiring import connect_hub, connect_region
+from anabranch.transport.wiring import connect_hub, connect_regions
 
 CONSUMER = "recorder-0"
 QUIET_POLLS_TO_END = 3
@@ -151,7 +151,7 @@ def record(config: RunConfig) -> int:
     stop = StopSignal().install()
 
     def main() -> int:
-        streams = {name: connect_region(config, name) for name in config.regions}
+        streams = connect_regions(config)
         recorder = Recorder(streams, config.run.directory / "trajectories", config)
         hub = connect_hub(config)
         sd_notify("READY=1")

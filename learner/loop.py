@@ -3,7 +3,7 @@
 Invariant: version v is published before permits for batch v + S are handed out, and an entry is acknowledged only when
 a checkpoint with its update is durable. Every start opens a new epoch, at the version of the checkpoint it resumed
 from. Every wait has a deadline and `status` names what is waited for. Held by tests/e2e/test_synchronous.py and
-tests/process/test_survival.py.
+tests/e2e/test_survival.py.
 """
 
 from __future__ import annotations

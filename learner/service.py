@@ -22,7 +22,7 @@ from anabranch.transport.files import write_atomically
 from anabranch.transport.log import setup_logging
 from anabranch.transport.metrics_log import MetricsLog
 from anabranch.transport.runtime import StopSignal, run_service, sd_notify
-from anabranch.transport.wiring import connect_hub, connect_region
+from anabranch.transport.wiring import connect_hub, connect_regions
 
 
 def learn(config: RunConfig) -> int:
@@ -63,7 +63,7 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "config.toml", dump_toml(config).encode())
     hub = connect_hub(config)
-    streams = {name: connect_region(config, name) for name in config.regions}
+    streams = connect_regions(config)
     checkpoints = CheckpointStore(
         directory / "checkpoints",
         run=config.run.name,

@@ -91,6 +91,12 @@ class HubLink:
                 self._granted.remove(permit)
             return ready
 
+    @property
+    def evaluation_waits(self) -> bool:
+        """A shard was granted and waits for the engine to be free: start nothing else before it."""
+        with self._lock:
+            return self._shard is not None
+
     def take_evaluation(self) -> tuple[PolicyVersion, int, int] | None:
         """(policy, shard, shards) to evaluate now, if one was granted for the version that is served."""
         with self._lock:

@@ -2,8 +2,8 @@
 
 Invariant: one thread drives the engine. A group is started only under a permit and only when the version served
 satisfies the permit; it ends as an entry in the outbox, or as an aborted group whose lease runs out. A swap happens
-only between steps, so every token's tag names the weights that sampled it. Held by tests/unit/producers/test_rollout.py
-and tests/e2e/.
+only between steps, so every token's tag names the weights that sampled it. Held by tests/e2e/
+test_synchronous.py and test_survival.py.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class RolloutLoop:
         free = 0 if full else config.groups_in_flight - len(self._running)
         reserve = max(1, config.groups_in_flight // 4)
         self._link.want(free + reserve if not full else 0, self._engine.policy)
-        if free <= 0 or self._evaluation is not None:
+        if free <= 0 or self._evaluation is not None or self._link.evaluation_waits:
             return
         for permit in self._link.take(free):
             self._start(permit)

@@ -3,7 +3,7 @@
 Invariant: a plan is a chain. It begins with an anchor or with a delta whose base digest is the digest of the weights
 at hand, and each later delta's base digest is its predecessor's result digest; all are of the head's epoch, in the
 follower's layout and codec, for the follower's run. Nothing is guessed from version numbers alone. Held by
-tests/unit/producers/test_weight_plan.py.
+tests/unit/producers/test_weight_follower.py.
 """
 
 from __future__ import annotations

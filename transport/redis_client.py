@@ -38,6 +38,23 @@ class Timeouts(Protocol):
     def socket_timeout_ms(self) -> int: ...
 
 
+def open_client(url: str, *, stream: Timeouts | None = None, deadline_s: float, what: str) -> redis.Redis:
+    """A client that has not spoken to its server yet; arguments as `connect`. Raises ConfigError: an unusable URL."""
+    timeout_s = (stream or StreamSection()).socket_timeout_ms / 1000
+    try:
+        return redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=min(timeout_s, max(0.1, deadline_s)),
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+            legacy_responses=False,
+            decode_responses=False,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{what}: {redact_url(url)} is not a usable Redis URL ({type(error).__name__})") from None
+
+
 def connect(url: str, *, stream: Timeouts | None = None, deadline_s: float, what: str) -> redis.Redis:
     """A client whose server has answered PING. Replies are bytes; XREADGROUP gives `{stream: [(id, fields)]}`.
 
@@ -51,19 +68,7 @@ def connect(url: str, *, stream: Timeouts | None = None, deadline_s: float, what
         StreamUnavailableError: no answer by the deadline.
         ConfigError: the URL is unusable or the server refuses its credentials.
     """
-    timeout_s = (stream or StreamSection()).socket_timeout_ms / 1000
-    try:
-        client = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=min(timeout_s, max(0.1, deadline_s)),
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),
-            legacy_responses=False,
-            decode_responses=False,
-        )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{what}: {redact_url(url)} is not a usable Redis URL ({type(error).__name__})") from None
+    client = open_client(url, stream=stream, deadline_s=deadline_s, what=what)
     shown = redact_url(url)
     end = time.monotonic() + deadline_s
     attempt = 0

@@ -8,6 +8,7 @@ an AnabranchError leaves one line on stderr and that error's exit code. Held by 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -17,11 +18,12 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from anabranch.schemas.errors import EXIT_INTERNAL, EXIT_OK, AnabranchError
+from anabranch.schemas.errors import EXIT_INTERNAL, EXIT_OK, EXIT_TEMPORARY, AnabranchError
 from anabranch.transport.log import LEVEL_VARIABLE
 from anabranch.transport.redact import redact_text
 
 _PR_SET_PDEATHSIG = 1
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class StopSignal:
@@ -127,7 +129,7 @@ def run_service(main: Callable[[], int | None], *, debug: bool | None = None) ->
     """Run `main` and return the exit code the process should end with.
 
     An AnabranchError becomes one line on stderr and its own code (its traceback shows only with `debug`, by default
-    when the log level is "debug"); Ctrl-C 130; any other exception 70 with its traceback.
+    when the log level is "debug"); a full disk one line and 75; Ctrl-C 130; any other exception 70 with its traceback.
     """
     try:
         return main() or EXIT_OK
@@ -140,6 +142,10 @@ def run_service(main: Callable[[], int | None], *, debug: bool | None = None) ->
     except KeyboardInterrupt:
         print("anabranch: interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
-    except Exception:  # noqa: BLE001 - the edge of the process: report everything, with its traceback
+    except Exception as error:  # noqa: BLE001 - the edge of the process: report everything, with its traceback
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            where = f" ({error.filename})" if error.filename else ""
+            print(f"anabranch: the disk is full{where}: free some and start again", file=sys.stderr, flush=True)
+            return EXIT_TEMPORARY
         print(redact_text(traceback.format_exc()), file=sys.stderr, end="", flush=True)
         return EXIT_INTERNAL

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -46,8 +45,6 @@ def build_parser() -> argparse.ArgumentParser:
     shtab.add_argument_to(parser, ["--print-completion"], help="print a completion script")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        if importlib.util.find_spec(f"anabranch.cli.{name}") is None:  # FIXME until all are there
-            continue
         importlib.import_module(f"anabranch.cli.{name}").add_parser(subparsers)
     return parser
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.schemas.errors import ConfigError, DeadlineError
+from anabranch.schemas.errors import EXIT_INTERNAL, EXIT_TEMPORARY, ConfigError, DeadlineError
 from anabranch.transport.runtime import (
     StopSignal,
     bound_to_parent,
@@ -181,3 +182,19 @@ def test_success_interruption_and_own_exit_codes_pass(capsys):
     assert run_service(interrupted) == 130
     with pytest.raises(SystemExit):
         run_service(leave)
+
+
+def test_a_full_disk_is_one_line_and_a_temporary_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "/data/metrics.jsonl")
+
+    assert run_service(main) == EXIT_TEMPORARY
+    assert capsys.readouterr().err == "anabranch: the disk is full (/data/metrics.jsonl): free some and start again\n"
+
+
+def test_another_os_error_is_a_bug_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    assert run_service(main) == EXIT_INTERNAL
+    assert "Traceback" in capsys.readouterr().err
