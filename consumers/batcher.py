@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from anabranch.consumers.reader import Arrival
-from anabranch.schemas.versions import PolicyVersion, policy_age
+from anabranch.schemas.versions import Forks, PolicyVersion, policy_age
 
 
 class Verdict(enum.Enum):
@@ -22,10 +22,10 @@ class Verdict(enum.Enum):
     SEEN = "seen"  # this very entry is queued or waits for its acknowledgement already: do nothing
 
 
-def group_age(arrival: Arrival, now: PolicyVersion, fork_version: int) -> int:
+def group_age(arrival: Arrival, now: PolicyVersion, forks: Forks) -> int:
     """Age of the oldest token of the group."""
     policies = {span.policy for rollout in arrival.group.rollouts for span in rollout.spans}
-    return max(policy_age(policy, now, fork_version) for policy in policies)
+    return max(policy_age(policy, now, forks) for policy in policies)
 
 
 class TrainedSet:
@@ -88,9 +88,9 @@ class GroupQueue:
         future = [a for a in self._queue.values() if any(s.policy > now for r in a.group.rollouts for s in r.spans)]
         return self._remove(future)
 
-    def sweep(self, now: PolicyVersion, fork_version: int, max_age: int) -> list[Arrival]:
+    def sweep(self, now: PolicyVersion, forks: Forks, max_age: int) -> list[Arrival]:
         """Remove and return every group with a token older than `max_age`."""
-        return self._remove([a for a in self._queue.values() if group_age(a, now, fork_version) > max_age])
+        return self._remove([a for a in self._queue.values() if group_age(a, now, forks) > max_age])
 
     def clear(self) -> list[Arrival]:
         """Remove and return everything that waits."""

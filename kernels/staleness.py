@@ -13,41 +13,41 @@ from numpy.typing import NDArray
 
 from anabranch.schemas.errors import TrajectoryError
 from anabranch.schemas.trajectory import Group, Rollout
-from anabranch.schemas.versions import PolicyVersion, policy_age
+from anabranch.schemas.versions import Forks, PolicyVersion, policy_age
 
 
-def checked_age(policy: PolicyVersion, now: PolicyVersion, fork_version: int) -> int:
+def checked_age(policy: PolicyVersion, now: PolicyVersion, forks: Forks) -> int:
     """`policy_age`, refusing a policy that `now` cannot have known.
 
     Raises:
         TrajectoryError: `policy` lies in the future of `now`.
     """
-    age = policy_age(policy, now, fork_version)
+    age = policy_age(policy, now, forks)
     if age < 0 or policy.epoch > now.epoch:
         raise TrajectoryError(f"a token was sampled by {policy}, which is newer than the learner's {now}")
     return age
 
 
-def rollout_ages(rollout: Rollout, now: PolicyVersion, fork_version: int) -> NDArray[np.int64]:
+def rollout_ages(rollout: Rollout, now: PolicyVersion, forks: Forks) -> NDArray[np.int64]:
     """Age of each token of `rollout`, int64 [T]. Raises TrajectoryError as `checked_age`."""
     ends = [*(span.start for span in rollout.spans[1:]), len(rollout.token_ids)]
     ages = np.empty(len(rollout.token_ids), dtype=np.int64)
     for span, end in zip(rollout.spans, ends, strict=True):
-        ages[span.start : end] = checked_age(span.policy, now, fork_version)
+        ages[span.start : end] = checked_age(span.policy, now, forks)
     return ages
 
 
-def token_ages(group: Group, now: PolicyVersion, fork_version: int) -> list[NDArray[np.int64]]:
+def token_ages(group: Group, now: PolicyVersion, forks: Forks) -> list[NDArray[np.int64]]:
     """Age of every token of every rollout of `group`, one int64 [T] per rollout, in the group's order.
 
     Raises:
         TrajectoryError: a token is tagged with a version newer than `now`.
     """
-    return [rollout_ages(rollout, now, fork_version) for rollout in group.rollouts]
+    return [rollout_ages(rollout, now, forks) for rollout in group.rollouts]
 
 
-def queue_age(group: Group, now: PolicyVersion, fork_version: int) -> int:
+def queue_age(group: Group, now: PolicyVersion, forks: Forks) -> int:
     """Age of the newest policy that worked on `group`: the part of its tokens' age that was gained *in the queue*,
     between the group's last token and training. The rest of a token's age was gained *in flight*."""
     newest = max(span.policy for rollout in group.rollouts for span in rollout.spans)
-    return checked_age(newest, now, fork_version)
+    return checked_age(newest, now, forks)

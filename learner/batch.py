@@ -20,7 +20,7 @@ from anabranch.kernels.packing import pad_right
 from anabranch.kernels.staleness import checked_age, queue_age, rollout_ages
 from anabranch.schemas.errors import AnabranchError, TrajectoryError
 from anabranch.schemas.trajectory import Group
-from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.versions import Forks, PolicyVersion
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +67,11 @@ class TrainBatch:
             return cls(**{f.name: arrays[f.name] for f in fields(cls)})
 
 
-def build_batch(groups: Sequence[Group], *, now: PolicyVersion, fork_version: int, max_age: int) -> TrainBatch:
+def build_batch(groups: Sequence[Group], *, now: PolicyVersion, forks: Forks, max_age: int) -> TrainBatch:
     """Lay out `groups` for one step.
 
     Args:
-        now: the policy the learner holds; its epoch began at `fork_version`.
+        now: the policy the learner holds; `forks` are those of its line.
         max_age: the hard bound. Admission has applied it before; here it is only verified, because a token beyond
             it must never reach the loss.
 
@@ -84,7 +84,7 @@ def build_batch(groups: Sequence[Group], *, now: PolicyVersion, fork_version: in
     if not ordered or len(set(indices)) != len(indices):
         raise TrajectoryError(f"a batch needs distinct groups; got indices {indices}")
     for group in ordered:
-        oldest = max(checked_age(s.policy, now, fork_version) for r in group.rollouts for s in r.spans)
+        oldest = max(checked_age(s.policy, now, forks) for r in group.rollouts for s in r.spans)
         if oldest > max_age:
             raise AnabranchError(f"group {group.group_index} has age {oldest} at {now}; the bound is {max_age}")
     rows = [
@@ -97,8 +97,8 @@ def build_batch(groups: Sequence[Group], *, now: PolicyVersion, fork_version: in
         prompt_lengths=np.array([len(g.prompt_token_ids) for _, g, _ in rows], np.int64),
         lengths=np.array([len(r.token_ids) for _, _, r in rows], np.int64),
         behaviour=pad_right([r.logprobs for _, _, r in rows], np.float32),
-        ages=pad_right([rollout_ages(r, now, fork_version) for _, _, r in rows], np.int64),
-        queue_ages=np.array([queue_age(g, now, fork_version) for _, g, _ in rows], np.int64),
+        ages=pad_right([rollout_ages(r, now, forks) for _, _, r in rows], np.int64),
+        queue_ages=np.array([queue_age(g, now, forks) for _, g, _ in rows], np.int64),
         rewards=np.array([r.reward for _, _, r in rows], np.float64),
         group=np.array([position for position, _, _ in rows], np.int64),
         group_indices=np.array(indices, np.int64),

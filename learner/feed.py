@@ -23,7 +23,7 @@ from anabranch.consumers.batcher import GroupQueue, TrainedSet, Verdict
 from anabranch.consumers.reader import Arrival, Reader
 from anabranch.schemas.errors import DeadlineError, StreamUnavailableError
 from anabranch.schemas.keys import LEARNER_GROUP
-from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.versions import Forks, PolicyVersion
 from anabranch.transport.permits import Permits
 from anabranch.transport.retry import retry_until
 from anabranch.transport.stream import TrajectoryStream
@@ -90,7 +90,7 @@ class Feed:
     def next_batch(
         self,
         now: PolicyVersion,
-        fork_version: int,
+        forks: Forks,
         *,
         deadline_s: float,
         waiting: Callable[[str], None] = lambda _: None,
@@ -106,7 +106,7 @@ class Feed:
             if false:
                 self._log.warning("groups claim weights that do not exist yet", groups=len(false), now=str(now))
                 self._drop(false, FALSE_VERSION, give_back=True)
-            old = self._queue.sweep(now, fork_version, self._max_age)
+            old = self._queue.sweep(now, forks, self._max_age)
             if old:
                 self._drop(old, AGE, give_back=True)
             batch = self._queue.take(self._batch_groups)

@@ -76,7 +76,12 @@ class LearnerLoop:
         self._engine, self._feed, self._hub, self._checkpoints = engine, feed, hub, checkpoints
         self._metrics, self._config, self._resumed = metrics, config, resumed
         self._heartbeat = heartbeat
-        self._progress = _Progress(version=engine.step, fork_version=engine.step)
+        self._progress = _Progress(
+            version=engine.step,
+            fork_version=engine.step,
+            smoothed_reward=(resumed or {}).get("smoothed_reward"),
+        )
+        self._forks = {int(e): int(v) for e, v in (resumed or {}).get("forks", {}).items()}  # JSON keys are strings
         self._publisher: WeightPublisher | None = None
         self._started_s = time.monotonic()
         self._state, self._reported_s = LearnerState.STARTING, 0.0
@@ -117,6 +122,7 @@ class LearnerLoop:
         progress.epoch = self._hub_call(
             lambda: self._hub.channel.open_epoch(above=(self._resumed or {}).get("epoch", 0)), "to open an epoch"
         )
+        self._forks[progress.epoch] = progress.fork_version
         self._publisher = WeightPublisher(
             self._hub.channel,
             self._engine.layout,
@@ -162,7 +168,7 @@ class LearnerLoop:
         self._set_state(LearnerState.WAITING)
         fed = self._feed.next_batch(
             progress.policy,
-            progress.fork_version,
+            self._forks,
             deadline_s=learner.batch_deadline_s,
             waiting=lambda what: self._set_state(LearnerState.WAITING, what),
             stop=should_stop,
@@ -174,7 +180,7 @@ class LearnerLoop:
         batch = build_batch(
             [a.group for a in fed.arrivals],
             now=progress.policy,
-            fork_version=progress.fork_version,
+            forks=self._forks,
             max_age=self._config.correction.max_age,
         )
         output = self._engine.train_step(batch)
@@ -211,6 +217,7 @@ class LearnerLoop:
         self._set_state(LearnerState.CHECKPOINTING)
         client_state = {
             "epoch": self._progress.epoch,
+            "forks": self._forks,
             "feed": self._feed.state(),
             "smoothed_reward": self._progress.smoothed_reward,
             "evaluated": self._engine.step > 0,

@@ -8,9 +8,12 @@ checkpoint (0 for a fresh run), its *fork*; it never publishes under an older ep
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anabranch.schemas.errors import TrajectoryError
+
+Forks = Mapping[int, int]  # epoch -> the version at which it began, for the epochs of one line
 
 _TAG = re.compile(r"e([0-9]{1,9})\.v([0-9]{1,15})\Z")
 
@@ -41,12 +44,16 @@ class VersionSpan:
     start: int
 
 
-def policy_age(sampled: PolicyVersion, now: PolicyVersion, fork_version: int) -> int:
+def policy_age(sampled: PolicyVersion, now: PolicyVersion, forks: Forks) -> int:
     """How many optimizer steps separate the policy that sampled from the policy `now`.
 
-    Epoch `now.epoch` began at `fork_version`. A token of an older epoch sampled beyond the fork comes from a sibling
-    of the current line: its distance goes back to the fork and forward again.
+    `forks` are those of `now`'s line. A token sampled beyond the fork of a later epoch comes from a branch that was given
+    up: its distance goes back to the fork and forward again, at every fork on the way. An epoch that `forks` does not
+    know published nothing that a checkpoint came out of, and no later fork lies before its own.
     """
-    if sampled.epoch == now.epoch or sampled.version <= fork_version:
-        return now.version - sampled.version
-    return (now.version - fork_version) + (sampled.version - fork_version)
+    at, aside = sampled.version, 0
+    for epoch in sorted(forks):
+        if sampled.epoch < epoch <= now.epoch and at > forks[epoch]:
+            aside += at - forks[epoch]
+            at = forks[epoch]
+    return now.version - at + aside

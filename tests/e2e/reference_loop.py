@@ -95,7 +95,7 @@ def main() -> None:
         digests = [child.submit(serve, 0, learner.state_bits()).result()]
         for step in range(config.learner.steps):
             groups = child.submit(sample, range(step * batch, (step + 1) * batch)).result()
-            learner.train_step(build_batch(groups, now=PolicyVersion(1, step), fork_version=0, max_age=0))
+            learner.train_step(build_batch(groups, now=PolicyVersion(1, step), forks={}, max_age=0))
             digests.append(child.submit(serve, step + 1, learner.state_bits()).result())
     print(json.dumps(digests))
 

@@ -77,10 +77,10 @@ def test_after_a_resume_trained_groups_stay_trained_and_unacknowledged_ones_are_
 
 def test_the_sweep_removes_what_is_older_than_the_bound_and_nothing_else() -> None:
     waiting = queue(*(arrival(i, version=i) for i in range(11)))
-    old = waiting.sweep(NOW, 0, 3)
+    old = waiting.sweep(NOW, {}, 3)
     assert sorted(a.group.group_index for a in old) == [0, 1, 2, 3, 4, 5, 6]
     assert waiting.indices == {7, 8, 9, 10}
-    assert waiting.sweep(NOW, 0, 3) == []
+    assert waiting.sweep(NOW, {}, 3) == []
 
 
 def test_a_token_of_weights_that_do_not_exist_yet_is_told_apart() -> None:
@@ -94,7 +94,7 @@ def test_a_token_of_weights_that_do_not_exist_yet_is_told_apart() -> None:
 
 def test_age_zero_admits_the_present_version_alone() -> None:
     waiting = queue(arrival(0, version=9), arrival(1, version=10))
-    waiting.sweep(NOW, 0, 0)
+    waiting.sweep(NOW, {}, 0)
     assert waiting.indices == {1}
 
 
@@ -102,7 +102,7 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
     """One token of one rollout, sampled before a swap in mid-rollout, decides."""
     spans = tuple(VersionSpan(PolicyVersion(1, v), start) for v, start in ((6, 0), (9, 1), (10, 2)))
     mixed = replace(group(0), rollouts=(rollout(0, spans=(VersionSpan(NOW, 0),)), rollout(1, tokens=3, spans=spans)))
-    assert group_age(Arrival("east", "1-1", mixed, 1), NOW, 0) == 4
+    assert group_age(Arrival("east", "1-1", mixed, 1), NOW, {}) == 4
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,20 @@ def test_ages_after_a_fork(version: int, age: int) -> None:
     """Epoch 2 forked at version 6 and is at 8: older tokens lie on its own line up to 6, and beside it from 7 on."""
     before = arrival(0, version=version, epoch=1)
     now = PolicyVersion(2, 8)
-    assert group_age(before, now, 6) == age
-    assert len(queue(before).sweep(now, 6, age)) == 0
-    assert len(queue(before).sweep(now, 6, age - 1)) == 1
+    assert group_age(before, now, {2: 6}) == age
+    assert len(queue(before).sweep(now, {2: 6}, age)) == 0
+    assert len(queue(before).sweep(now, {2: 6}, age - 1)) == 1
 
 
 def test_tokens_on_both_sides_of_a_fork_count_by_the_farther() -> None:
     spans = (VersionSpan(PolicyVersion(1, 9), 0), VersionSpan(PolicyVersion(2, 7), 1))
     mixed = replace(group(0), rollouts=(rollout(0, spans=spans), rollout(1, spans=spans)))
-    assert group_age(Arrival("east", "1-1", mixed, 1), PolicyVersion(2, 8), 6) == 5
+    assert group_age(Arrival("east", "1-1", mixed, 1), PolicyVersion(2, 8), {2: 6}) == 5
 
 
 def test_a_swept_group_may_come_again_with_fresh_tokens() -> None:
     waiting = queue(arrival(3, "1-1", version=0))
-    assert len(waiting.sweep(NOW, 0, 5)) == 1
+    assert len(waiting.sweep(NOW, {}, 5)) == 1
     assert waiting.offer(arrival(3, "1-50", version=10)) is Verdict.QUEUED
     assert taken(waiting.take(1)) == [3]
 
@@ -163,7 +163,7 @@ ARRIVALS = st.lists(
 def test_batches_do_not_depend_on_the_order_of_arrival(rows, count: int, shuffler: random.Random) -> None:
     def batches(order) -> list[list[int]]:
         waiting = queue(*(arrival(i, version=v, region=r) for i, v, r in order))
-        waiting.sweep(NOW, 0, 4)
+        waiting.sweep(NOW, {}, 4)
         made = []
         while (batch := waiting.take(count)) is not None:
             made.append(taken(batch))
@@ -202,11 +202,11 @@ def test_whatever_comes_a_group_is_trained_once_and_never_too_old(events) -> Non
             unacknowledged = []
         else:
             now = PolicyVersion(1, version)
-            waiting.sweep(now, 0, 2)
+            waiting.sweep(now, {}, 2)
             batch = waiting.take(a)
             if batch is not None:
                 assert len(batch) == a
-                assert max(group_age(b, now, 0) for b in batch) <= 2
+                assert max(group_age(b, now, {}) for b in batch) <= 2
                 trained += taken(batch)
                 unacknowledged += [(b.region, b.entry_id) for b in batch]
     assert len(trained) == len(set(trained))

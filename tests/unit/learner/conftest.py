@@ -52,7 +52,7 @@ def make_group(index: int, *, samples: int = 4, reward: Callable[[int], float] |
 
 
 def make_batch(indices: list[int] | range = range(4), **kwargs: object) -> TrainBatch:
-    return build_batch([make_group(i, **kwargs) for i in indices], now=NOW, fork_version=0, max_age=8)  # type: ignore[arg-type]
+    return build_batch([make_group(i, **kwargs) for i in indices], now=NOW, forks={}, max_age=8)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def same(a: TrainBatch, b: TrainBatch) -> bool:
 
 
 def test_rows_are_sorted_by_group_then_sample():
-    batch = build_batch(GROUPS, now=NOW, fork_version=0, max_age=8)
+    batch = build_batch(GROUPS, now=NOW, forks={}, max_age=8)
     assert batch.group_indices.tolist() == [2, 7]
     assert batch.group.tolist() == [0, 1, 1]
     assert batch.token_ids.tolist() == [[9, 8, 8, 0, 0], [1, 2, 4, 5, 6], [1, 2, 3, 0, 0]]
@@ -50,12 +50,12 @@ def test_rows_are_sorted_by_group_then_sample():
 
 def test_the_order_of_arrival_does_not_show():
     shuffled = [replace(g, rollouts=g.rollouts[::-1]) for g in GROUPS[::-1]]
-    a, b = (build_batch(groups, now=NOW, fork_version=0, max_age=8) for groups in (GROUPS, shuffled))
+    a, b = (build_batch(groups, now=NOW, forks={}, max_age=8) for groups in (GROUPS, shuffled))
     assert same(a, b)
 
 
 def test_ages_are_counted_by_token_and_split_into_flight_and_queue():
-    batch = build_batch(GROUPS, now=NOW, fork_version=0, max_age=8)
+    batch = build_batch(GROUPS, now=NOW, forks={}, max_age=8)
     assert batch.tokens == 6
     assert batch.age_histogram() == {0: 1, 1: 2, 2: 1, 3: 2}
     # Queue: group 2's newest policy is 3 old (2 tokens), group 7's is fresh. All ages sum to 10.
@@ -63,22 +63,22 @@ def test_ages_are_counted_by_token_and_split_into_flight_and_queue():
 
 
 def test_bytes_bring_it_back():
-    batch = build_batch(GROUPS, now=NOW, fork_version=0, max_age=8)
+    batch = build_batch(GROUPS, now=NOW, forks={}, max_age=8)
     assert same(TrainBatch.from_bytes(batch.to_bytes()), batch)
 
 
 def test_a_token_beyond_the_bound_is_refused():
-    build_batch(GROUPS, now=NOW, fork_version=0, max_age=3)
+    build_batch(GROUPS, now=NOW, forks={}, max_age=3)
     with pytest.raises(AnabranchError, match=r"group 2 has age 3 at e1\.v5; the bound is 2"):
-        build_batch(GROUPS, now=NOW, fork_version=0, max_age=2)
+        build_batch(GROUPS, now=NOW, forks={}, max_age=2)
 
 
 def test_a_token_from_the_future_is_refused():
     with pytest.raises(TrajectoryError, match="newer than the learner"):
-        build_batch(GROUPS, now=PolicyVersion(1, 4), fork_version=0, max_age=8)
+        build_batch(GROUPS, now=PolicyVersion(1, 4), forks={}, max_age=8)
 
 
 @pytest.mark.parametrize("groups", [[], [GROUPS[0], GROUPS[0]]])
 def test_no_group_or_one_twice_is_refused(groups):
     with pytest.raises(TrajectoryError, match="distinct groups"):
-        build_batch(groups, now=NOW, fork_version=0, max_age=8)
+        build_batch(groups, now=NOW, forks={}, max_age=8)

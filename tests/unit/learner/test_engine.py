@@ -109,7 +109,7 @@ def test_the_same_groups_give_the_same_bits_however_they_arrive(engine):
     made = [engine(), engine()]
     for e, order in zip(made, (groups, shuffled), strict=True):
         for _ in range(2):
-            output = e.train_step(build_batch(order, now=NOW, fork_version=0, max_age=8))
+            output = e.train_step(build_batch(order, now=NOW, forks={}, max_age=8))
     assert output.step == 2
     assert same(made[0].state_bits(), made[1].state_bits())
 
@@ -126,7 +126,7 @@ def test_at_lag_zero_ratios_are_one_and_nothing_is_masked(engine, model_dir: Pat
     made = engine(temperature=0.8, correction=CorrectionSection())
     policy = PolicyModule(load_model(model_dir, torch.bfloat16).float(), 0.8)
     groups = [_as_sampled_by(policy, make_group(i)) for i in range(3)]
-    d = made.train_step(build_batch(groups, now=NOW, fork_version=0, max_age=0)).diagnostics
+    d = made.train_step(build_batch(groups, now=NOW, forks={}, max_age=0)).diagnostics
     assert d.ratio_max == pytest.approx(1, abs=1e-5)
     assert d.kl_k3_same_version == pytest.approx(0, abs=1e-9)
     assert d.masked_fraction == 0
@@ -214,5 +214,5 @@ def test_a_wrong_number_of_ranks_is_refused(engine):
 
 
 def test_older_policies_are_allowed_up_to_the_bound(engine):
-    batch = build_batch([make_group(0)], now=PolicyVersion(0, 10), fork_version=0, max_age=10)
+    batch = build_batch([make_group(0)], now=PolicyVersion(0, 10), forks={}, max_age=10)
     assert engine().train_step(batch).diagnostics.kl_k3_same_version is None

@@ -100,7 +100,7 @@ def world() -> World:
 
 
 def next_batch(feed: Feed, version: int = 0, epoch: int = 1, fork: int = 0, deadline_s: float = 5.0) -> Any:
-    return feed.next_batch(PolicyVersion(epoch, version), fork, deadline_s=deadline_s)
+    return feed.next_batch(PolicyVersion(epoch, version), {1: 0, epoch: fork}, deadline_s=deadline_s)
 
 
 def test_a_batch_mixes_regions_and_is_acknowledged_only_after_a_checkpoint(world: World) -> None:
