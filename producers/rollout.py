@@ -20,7 +20,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from anabranch.producers.engine import Finished, RolloutEngine
+from anabranch.producers.engine import EngineState, Finished, RolloutEngine
 from anabranch.producers.environments import Problem
 from anabranch.producers.hub_link import HubLink
 from anabranch.producers.outbox import Outbox
@@ -166,6 +166,8 @@ class RolloutLoop:
         except ConfigError:
             raise
         except AnabranchError as error:
+            if self._engine.state is EngineState.BROKEN:
+                raise  # its weights are of no version: without this it would hold its permits and never sample again
             self._swap_error = f"swap to {staged.policy} refused: {error}"
             self._log.error(
                 "swap refused; the old version goes on serving", policy=str(staged.policy), error=str(error)

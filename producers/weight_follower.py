@@ -35,7 +35,7 @@ class FollowerState(enum.Enum):
     POLLING = "polling"
     FETCHING = "fetching"
     STAGED = "staged"
-    FAILED = "failed"  # a configuration error: the producer must exit
+    FAILED = "failed"  # for good: the producer must exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class WeightFollower:
         self._in_mirror: tuple[PolicyVersion, str] | None = None
         self._confirmed: PolicyVersion | None = None
         self._unconfirmed: Changed = {}
-        self._fatal: ConfigError | None = None
+        self._fatal: Exception | None = None
         self.last_error = ""
         self._log = structlog.get_logger()
         self._thread = threading.Thread(target=self._run_thread, name="weight-follower", daemon=True)
@@ -84,7 +84,8 @@ class WeightFollower:
             self._thread.join(timeout=10)
 
     def staged(self, *, wait_s: float = 0.0) -> Staged | None:
-        """The update that waits to be swapped in, if any. Raises ConfigError if following has failed for good."""
+        """The update that waits to be swapped in, if any. Raises what following has failed of for good: a
+        ConfigError, or a mistake of our own."""
         if wait_s:
             self._ready.wait(wait_s)
         with self._lock:
@@ -168,9 +169,7 @@ class WeightFollower:
                     self.poll_once()
                 pause_s = RETRY_FIRST_S
             except ConfigError as error:
-                with self._lock:
-                    self._fatal, self._state = error, FollowerState.FAILED
-                    self._ready.set()
+                self._fail(error)
                 return
             except AnabranchError as error:
                 self._state = FollowerState.POLLING
@@ -178,8 +177,17 @@ class WeightFollower:
                     self._log.warning("weights not fetched; the old version goes on serving", error=str(error))
                 self.last_error = str(error)
                 wait_s, pause_s = pause_s, min(2 * pause_s, RETRY_LAST_S)
+            except Exception as error:  # noqa: BLE001 - raised on the engine's thread, which must not serve one version for ever
+                self._fail(error)
+                return
             self._wake.wait(wait_s)
             self._wake.clear()
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._fatal, self._state = error, FollowerState.FAILED
+            self.last_error = repr(error)
+            self._ready.set()
 
 
 def _merge(changed: Changed, update: list[TensorChange]) -> None:

@@ -236,6 +236,26 @@ def test_another_models_weights_end_the_producer(world: World) -> None:
         follower.close()
 
 
+def test_a_mistake_in_the_thread_ends_the_process_and_not_only_the_thread(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the producer would serve one version for ever and look alive."""
+
+    def broken() -> PolicyVersion:
+        raise KeyError("a bug")
+
+    channel = world.channel()
+    monkeypatch.setattr(channel, "head", broken)
+    follower = WeightFollower(channel, world.mirror, run=RUN, poll_ms=5)
+    follower.start()
+    try:
+        with pytest.raises(KeyError, match="a bug"):
+            follower.staged(wait_s=10)
+        assert "a bug" in follower.last_error
+    finally:
+        follower.close()
+
+
 @pytest.mark.parametrize(
     "forgery", [{"run": "another"}, {"codec": "unknown/9"}, {"base_digest": "1" * 32}], ids=lambda f: next(iter(f))
 )
