@@ -145,7 +145,7 @@ class Reader:
         if region.probe.is_alive():
             return False
         error, region.probe = region.probe.error, None
-        if isinstance(error, StreamUnavailableError):
+        if isinstance(error, StreamUnavailableError | BackpressureError):
             self._lost(name, region, error)
             return False
         if error is not None:

@@ -18,7 +18,7 @@ import structlog
 from anabranch.consumers.parquet_writer import Entry, id_key, recorded, remove_leftovers, write_entries
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.envelope import open_envelope
-from anabranch.schemas.errors import DeadlineError, StreamUnavailableError, TemporaryError, WireError
+from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError, TemporaryError, WireError
 from anabranch.schemas.keys import RECORDER_GROUP
 from anabranch.schemas.trajectory import read_batch
 from anabranch.transport.log import setup_logging
@@ -29,6 +29,7 @@ from anabranch.transport.wiring import connect_hub, connect_regions
 CONSUMER = "recorder-0"
 QUIET_POLLS_TO_END = 3
 RETRY_S = 2.0
+NOT_NOW = (StreamUnavailableError, BackpressureError, OSError)  # a region is away or takes no writes; our disk is full
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Recorder:
                 due = self._clock() - region.since_s >= self._config.recorder.seconds_per_file
                 if region.rows >= self._config.recorder.rows_per_file or (region.buffer and due):
                     self._write(region)
-            except (StreamUnavailableError, OSError) as error:
+            except NOT_NOW as error:
                 self._log.warning("recording paused", region=region.name, error=str(error), retry_s=RETRY_S)
                 region.retry_at_s = self._clock() + RETRY_S
                 region.error = str(error)
@@ -90,7 +91,7 @@ class Recorder:
         for region in self._regions:
             try:
                 self._write(region)
-            except (StreamUnavailableError, OSError) as error:
+            except NOT_NOW as error:
                 failed.append(f"region {region.name}: {error}")
         if failed:
             raise TemporaryError(f"not everything is recorded: {'; '.join(failed)}")

@@ -21,7 +21,7 @@ import structlog
 
 from anabranch.consumers.batcher import GroupQueue, TrainedSet, Verdict
 from anabranch.consumers.reader import Arrival, Reader
-from anabranch.schemas.errors import DeadlineError, StreamUnavailableError
+from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.versions import Forks, PolicyVersion
 from anabranch.transport.permits import Permits
@@ -35,6 +35,7 @@ DUPLICATE = "dropped:duplicate"
 FALSE_VERSION = "dropped:false_version"
 SURPLUS = "dropped:surplus"
 DEAD_LETTER = "dead_letter"
+NOT_NOW = (StreamUnavailableError, BackpressureError)  # a region that is away, or takes no writes (its disk is full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,9 @@ class Feed:
         `waiting` is told what the batch lacks. Raises DeadlineError when no batch came together in `deadline_s`.
         """
         started = time.monotonic()
+        if len(self._queue) >= self._batch_groups:
+            # Even when enough waits here: what stands in a stream unseen keeps a lease that nobody renews.
+            self._poll(block_ms=1, give_back=True)
         while not stop():
             false = self._queue.from_the_future(now)
             if false:
@@ -145,7 +149,7 @@ class Feed:
             try:
                 settled += self._streams[region].settle(LEARNER_GROUP, mine)
                 self._streams[region].trim()
-            except StreamUnavailableError as error:
+            except NOT_NOW as error:
                 self._log.warning("cannot acknowledge yet", region=region, entries=len(mine), error=str(error))
                 continue
             self._to_settle = [x for x in self._to_settle if x[0] != region]
@@ -191,7 +195,7 @@ class Feed:
                 if region in self._reader.unreachable():
                     raise StreamUnavailableError(region)
                 self._streams[region].settle(LEARNER_GROUP, mine)
-            except StreamUnavailableError:
+            except NOT_NOW:
                 self._to_settle += [(region, entry, fate) for entry, fate in mine]
 
     def _hub(self, call: Callable[[], None]) -> None:

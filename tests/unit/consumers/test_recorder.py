@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from anabranch.consumers.recorder import CONSUMER, Recorder
 from anabranch.schemas.config import RecorderSection, RunConfig, StreamSection
-from anabranch.schemas.errors import StreamUnavailableError, TemporaryError
+from anabranch.schemas.errors import BackpressureError, StreamUnavailableError, TemporaryError
 from anabranch.schemas.keys import LEARNER_GROUP, RECORDER_GROUP, Keys
 from anabranch.transport.boards import RunBoard
 from anabranch.transport.embedded_valkey import EmbeddedValkey
@@ -198,6 +198,7 @@ class Cut(MemoryStream):
     """A region that can be switched off, call by call."""
 
     away: tuple[str, ...] = ()
+    error: type[TemporaryError] = StreamUnavailableError
 
     def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
         self._check("read")
@@ -213,7 +214,7 @@ class Cut(MemoryStream):
 
     def _check(self, call: str) -> None:
         if call in self.away:
-            raise StreamUnavailableError("the region cannot be reached")
+            raise self.error("the region cannot be reached")
 
 
 def test_a_region_that_is_away_pauses_alone_and_is_read_when_it_is_back(lab: Lab) -> None:
@@ -246,6 +247,16 @@ def test_entries_whose_acknowledgement_failed_are_acknowledged_later_and_not_wri
     east.away = ()
     recorder.flush()
     assert (lab.on_disk("east"), lab.pending("east")) == ([0, 1, 2], 0)
+
+
+def test_a_region_that_takes_no_writes_pauses_alone(lab: Lab) -> None:
+    east = Cut(lab.world.stores["east"])
+    east.away, east.error = ("read",), BackpressureError
+    recorder = lab.recorder({"east": east, "west": lab.world.stream("west")})
+    lab.append("west", 3)
+    recorder.poll()
+    recorder.poll()
+    assert (lab.on_disk("west"), list(recorder.paused())) == ([0, 1, 2], ["east"])
 
 
 def test_flush_writes_every_region_it_can(lab: Lab) -> None:

@@ -11,7 +11,7 @@ from anabranch.consumers.reader import Reader
 from anabranch.learner.feed import TRAINED, Feed
 from anabranch.schemas.config import StreamSection
 from anabranch.schemas.envelope import Envelope
-from anabranch.schemas.errors import DeadlineError, StreamUnavailableError
+from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.trajectory import Group, Rollout, encode_group
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
@@ -205,7 +205,10 @@ def test_a_group_that_claims_weights_of_the_future_is_dropped_and_sampled_again(
     assert [p.group_index for p in world.take(2)] == [0, 1]
 
 
-def test_a_region_that_is_away_at_acknowledgement_is_acknowledged_later(world: World) -> None:
+@pytest.mark.parametrize("error", [StreamUnavailableError, BackpressureError])
+def test_a_region_that_is_away_or_full_at_acknowledgement_is_acknowledged_later(
+    world: World, error: type[Exception]
+) -> None:
     feed = world.learner()
     world.take(BATCH)
     for index in range(BATCH):
@@ -216,7 +219,7 @@ def test_a_region_that_is_away_at_acknowledgement_is_acknowledged_later(world: W
 
     def settle(group_name: str, fates: Any) -> int:
         if cut[0]:
-            raise StreamUnavailableError("west")
+            raise error("west")
         return real(group_name, fates)
 
     west.settle = settle  # type: ignore[method-assign]
@@ -226,7 +229,10 @@ def test_a_region_that_is_away_at_acknowledgement_is_acknowledged_later(world: W
     assert world.ledger("west") == {"produced": 2, "pending": 0, "trained": 2}
 
 
-def test_what_is_dropped_while_its_region_is_away_is_settled_when_it_is_back(world: World) -> None:
+@pytest.mark.parametrize("error", [StreamUnavailableError, BackpressureError])
+def test_what_is_dropped_while_its_region_is_away_is_settled_when_it_is_back(
+    world: World, error: type[Exception]
+) -> None:
     feed = world.learner()
     world.take(2 * BATCH)
     for index in range(BATCH):
@@ -238,7 +244,7 @@ def test_what_is_dropped_while_its_region_is_away_is_settled_when_it_is_back(wor
     def settle(group_name: str, fates: Any) -> int:
         calls.append(len(fates))
         if len(calls) == 1:
-            raise StreamUnavailableError("west")
+            raise error("west")
         return real(group_name, fates)
 
     west.settle = settle  # type: ignore[method-assign]
@@ -248,6 +254,21 @@ def test_what_is_dropped_while_its_region_is_away_is_settled_when_it_is_back(wor
     assert world.ledger("west")["pending"] == BATCH
     assert feed.checkpointed() == BATCH
     assert world.ledger("west") == {"produced": 4, "pending": 0, "dropped:age": 4}
+
+
+def test_what_arrives_while_a_batch_is_ready_is_seen_before_its_lease_runs_out(world: World) -> None:
+    """A producer renews no lease of a group that is stored: unseen, it would be sampled a second time."""
+    feed = world.learner()
+    world.take(3 * BATCH)
+    for index in range(2 * BATCH):
+        world.produce(index, 0)
+    consume(feed, next_batch(feed))
+    assert feed.queued == BATCH
+    for index in range(2 * BATCH, 3 * BATCH):
+        world.produce(index, 0)
+    consume(feed, next_batch(feed))
+    world.now_ms += 61_000
+    assert world.take(BATCH) == []
 
 
 def test_what_is_left_at_the_end_is_dropped_as_surplus(world: World) -> None:
