@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -11,30 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import file_size_limit
+
 SmallDisk = Callable[[], AbstractContextManager[None]]
-
-
-@pytest.fixture
-def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
-    """`with file_size_limit(n):` every write beyond byte n of a file fails, for root too."""
-
-    @contextlib.contextmanager
-    def limited(size_bytes: int) -> Iterator[None]:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    return limited
 
 
 @pytest.fixture(params=["file size limit", "tmpfs"])
 def small_disk(
     request: pytest.FixtureRequest,
     tmp_path: Path,
-    file_size_limit: Callable[[int], AbstractContextManager[None]],
 ) -> Iterator[tuple[Path, SmallDisk]]:
     """A folder, and `with full():` while which nothing more fits into it."""
     folder = tmp_path / "disk"

@@ -11,6 +11,7 @@ import pytest
 from anabranch.consumers.parquet_writer import id_key, recorded, remove_leftovers, write_entries
 from anabranch.schemas.trajectory import SCHEMA, decode_group, encode_group, read_batch
 from tests.groups import group
+from tests.limits import file_size_limit
 
 
 def batch(index: int) -> pa.RecordBatch:
@@ -76,7 +77,7 @@ def test_leftovers_go_and_files_stay(tmp_path: Path) -> None:
     assert remove_leftovers(tmp_path / "not there") == 0
 
 
-def test_a_write_that_fails_says_so_and_leaves_nothing_behind(tmp_path: Path, file_size_limit) -> None:
+def test_a_write_that_fails_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """On a full disk a half-written file would keep the very space that is needed."""
     made = entries(*(f"1-{i}" for i in range(50)))
     with file_size_limit(1000), pytest.raises(OSError, match="too large"):

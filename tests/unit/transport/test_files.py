@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import resource
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from anabranch.transport.files import write_atomically
+from tests.limits import file_size_limit
 
 
 @pytest.fixture
@@ -21,14 +20,6 @@ def target(tmp_path: Path) -> Path:
     path = tmp_path / "state.json"
     path.write_bytes(b"old")
     return path
-
-
-@pytest.fixture
-def no_room() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def others(path: Path) -> list[str]:
@@ -44,9 +35,8 @@ def test_content_is_replaced_and_nothing_else_is_left(target: Path) -> None:
     assert fresh.read_bytes() == b""
 
 
-@pytest.mark.usefixtures("no_room")
 def test_a_full_disk_leaves_the_old_content_and_no_leftover(target: Path) -> None:
-    with pytest.raises(OSError, match="too large"):
+    with file_size_limit(100), pytest.raises(OSError, match="too large"):
         write_atomically(target, bytes(1000))
     assert target.read_bytes() == b"old"
     assert others(target) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from anabranch.schemas.metrics import EvaluationRecord, NoteRecord
 from anabranch.transport.metrics_log import METRICS_FILE, MetricsLog, parse_record, read_records
+from tests.limits import file_size_limit
 
 
 def note(what: str, **detail: str | int | float | bool | None) -> NoteRecord:
@@ -63,15 +63,11 @@ def test_a_line_torn_by_a_crash_costs_itself_alone(tmp_path: Path, cut: int) -> 
 def test_a_disk_that_fills_up_in_mid_line_costs_that_line_alone(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     log.append(note("first"))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 10, before[1]))
-    try:
+    with file_size_limit(log.path.stat().st_size + 10):
         with pytest.raises(OSError, match="only 10 of"):
             log.append(note("does not fit"))
         with pytest.raises(OSError, match="too large"):
             log.append(note("nor this"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     log.append(note("after"))
     log.close()
     assert whats(log.path) == ["first", "after"]
