@@ -101,19 +101,22 @@ class LearnerLoop:
                 reason = f"target reward {learner.target_reward} reached"
                 break
             if not self._one_step(should_stop):
-                self._checkpoint()
-                self._note("stopped", step=self._engine.step)
-                return "stopped"
+                return self._stopped()
         self._open_permits(self._engine.step * learner.groups_per_step)  # nothing more to sample
         self._checkpoint()
         self._checkpoints.export(self._engine)
-        if learner.evaluate:
-            self._evaluate(should_stop)
+        if learner.evaluate and not self._evaluate(should_stop):
+            return self._stopped()  # not finished: the run still owes its last number
         surplus = self._feed.drop_surplus()
         self._note("finished", reason=reason, step=self._engine.step, surplus_groups=surplus)
         self._set_state(LearnerState.DONE)
         self._hub_call(lambda: self._hub.runs.finish(reason), "to mark the run finished")
         return reason
+
+    def _stopped(self) -> str:
+        self._checkpoint()
+        self._note("stopped", step=self._engine.step)
+        return "stopped"
 
     def _open_epoch(self) -> None:
         progress = self._progress
@@ -187,16 +190,14 @@ class LearnerLoop:
         self._feed.consumed(_fates(fed, output))
         step_s = time.monotonic() - started
         report = self._publish(output.step)
+        smoothed, mean = progress.smoothed_reward, float(batch.rewards.mean())
+        progress.smoothed_reward = mean if smoothed is None else smoothed + SMOOTHING * (mean - smoothed)
         checkpoint_s = 0.0
         if output.step % learner.checkpoint_every == 0:
             started = time.monotonic()
             self._checkpoint()
             checkpoint_s = time.monotonic() - started
-        record = self._record(fed, batch, output, report, step_s=step_s, checkpoint_s=checkpoint_s)
-        self._metrics.append(record)
-        smoothed = progress.smoothed_reward
-        mean = record.reward_mean
-        progress.smoothed_reward = mean if smoothed is None else smoothed + SMOOTHING * (mean - smoothed)
+        self._metrics.append(self._record(fed, batch, output, report, step_s=step_s, checkpoint_s=checkpoint_s))
         return True
 
     def _publish(self, version: int) -> PublishReport:
@@ -227,7 +228,8 @@ class LearnerLoop:
         self._feed.checkpointed()
         self._hub_call(self._hub.runs.drop_stale_producers, "to forget producers that are gone")
 
-    def _evaluate(self, should_stop: Callable[[], bool]) -> None:
+    def _evaluate(self, should_stop: Callable[[], bool]) -> bool:
+        """False if `should_stop()` turned true before there was a result."""
         self._set_state(LearnerState.EVALUATING, "producers to score the held-out prompts")
         record = evaluate(
             self._hub,
@@ -236,9 +238,11 @@ class LearnerLoop:
             waiting=lambda what: self._set_state(LearnerState.EVALUATING, what),
             should_stop=should_stop,
         )
-        if record is not None:
-            self._metrics.append(record)
-            self._log.info("held-out", policy=str(self._progress.policy), mean_reward=round(record.mean_reward, 4))
+        if record is None:
+            return False
+        self._metrics.append(record)
+        self._log.info("held-out", policy=str(self._progress.policy), mean_reward=round(record.mean_reward, 4))
+        return True
 
     def _record(
         self, fed: FedBatch, batch: TrainBatch, output: StepOutput, report: PublishReport, **seconds: float
