@@ -99,11 +99,14 @@ class Reader:
         group: str,
         consumer: str,
         config: StreamSection,
+        vocabulary: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`vocabulary`: number of token ids the model knows; a group with another one is a dead letter, since it would
+        kill whoever looks it up, and come again."""
         self._regions = {name: _Region(stream) for name, stream in sorted(streams.items())}
         self._run, self._group, self._consumer, self._config = run, group, consumer, config
-        self._clock = clock
+        self._vocabulary, self._clock = vocabulary, clock
         self._log = structlog.get_logger().bind(consumer_group=group)
 
     def health(self) -> dict[str, RegionState]:
@@ -186,6 +189,9 @@ class Reader:
             group = decode_group(envelope.payload)
             if (group.run, group.group_index) != (self._run, group_index):
                 raise TrajectoryError(f"payload is of run {group.run!r}, group {group.group_index}")
+            highest = max(int(ids.max()) for ids in (group.prompt_token_ids, *(r.token_ids for r in group.rollouts)))
+            if self._vocabulary is not None and highest >= self._vocabulary:
+                raise TrajectoryError(f"token id {highest} is beyond the model's vocabulary of {self._vocabulary}")
         except WireError as error:
             cause = f"{type(error).__name__}: {error}"
             region.stream.dead_letter(self._group, delivery, cause)

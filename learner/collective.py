@@ -45,6 +45,10 @@ class CollectiveEngine:
         return self._engine.layout
 
     @property
+    def vocabulary(self) -> int:
+        return self._engine.vocabulary
+
+    @property
     def model_dir(self) -> Path:
         return self._engine.model_dir
 

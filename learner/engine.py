@@ -86,11 +86,14 @@ class LearnerEngine:
         deepspeed = import_deepspeed()
         if learner.device == "cpu":
             deepspeed_shim.apply(deepspeed)
-        init_ranks(rank, world_size, device=learner.device, deadline_s=learner.batch_deadline_s + 600)
+        # Ranks above 0 wait in a collective for as long as rank 0 waits for anybody.
+        longest_wait_s = max(learner.batch_deadline_s, learner.evaluate_deadline_s)
+        init_ranks(rank, world_size, device=learner.device, deadline_s=longest_wait_s + 600)
 
         stored = DTYPES[learner.dtype]
         policy = PolicyModule(load_model(model_dir, stored), temperature)
         check_head(policy)
+        self._vocabulary = int(policy.lm.get_input_embeddings().weight.shape[0])
         self._weights = PublishedWeights(policy.lm, stored)
         module: torch.nn.Module = policy
         if masters:
@@ -111,6 +114,11 @@ class LearnerEngine:
     def layout(self) -> Layout:
         """Names, dtypes and shapes of `state_bits`; on every rank."""
         return self._weights.layout
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model knows."""
+        return self._vocabulary
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of the update that leads to `step` (1, 2, ...): linear warm-up, then constant."""

@@ -72,7 +72,14 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal) -> int:
     )
     resumed = checkpoints.load_newest(engine)
     metrics = MetricsLog(directory)
-    reader = Reader(streams, run=config.run.name, group=LEARNER_GROUP, consumer="learner-0", config=config.stream)
+    reader = Reader(
+        streams,
+        run=config.run.name,
+        group=LEARNER_GROUP,
+        consumer="learner-0",
+        config=config.stream,
+        vocabulary=engine.vocabulary,
+    )
     feed = Feed(
         reader,
         streams,

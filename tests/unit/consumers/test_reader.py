@@ -28,6 +28,8 @@ from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.stream import Delivery, TrajectoryStream
 from tests.groups import entry, group, rollout
 
+VOCABULARY = 100
+
 
 class World:
     """Regions in memory, and readers over them."""
@@ -43,7 +45,13 @@ class World:
         streams = {name: self.stream(name) for name in self.stores}
         section = StreamSection(block_ms=1, **config)
         return Reader(
-            streams, run="run", group=LEARNER_GROUP, consumer=consumer, config=section, clock=lambda: self.now_s
+            streams,
+            run="run",
+            group=LEARNER_GROUP,
+            consumer=consumer,
+            config=section,
+            vocabulary=VOCABULARY,
+            clock=lambda: self.now_s,
         )
 
 
@@ -110,6 +118,11 @@ FAULTS: dict[str, tuple[Callable[[], dict[bytes, bytes]], str, int | None]] = {
     "not Arrow": (lambda: wire(Envelope("p", 5, 5, b"not arrow")), "not a trajectory batch", 5),
     "NaN log-prob": (lambda: wire(Envelope("p", 5, 5, nan_payload())), "log-prob is not finite", 5),
     "another run": (lambda: wire(Envelope("p", 5, 5, encode_group(group(5, run="other")))), "run 'other'", 5),
+    "a token of another model": (
+        lambda: wire(entry(5, prompt_token_ids=np.array([5, VOCABULARY], np.int32))),
+        "token id 100 is beyond the model's vocabulary of 100",
+        5,
+    ),
     "group index of the envelope": (lambda: wire(Envelope("p", 5, 6, GOOD)), "group 5", 6),
 }
 

@@ -16,7 +16,7 @@ from anabranch.schemas.config import CorrectionSection
 from anabranch.schemas.errors import AnabranchError, ConfigError
 from anabranch.schemas.trajectory import Group
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
-from tests.unit.learner.conftest import NOW, make_batch, make_group
+from tests.unit.learner.conftest import NOW, VOCAB, make_batch, make_group
 
 NO_VETO = CorrectionSection(veto_low=0.0, veto_high=1e9)
 
@@ -216,3 +216,20 @@ def test_a_wrong_number_of_ranks_is_refused(engine):
 def test_older_policies_are_allowed_up_to_the_bound(engine):
     batch = build_batch([make_group(0)], now=PolicyVersion(0, 10), forks={}, max_age=10)
     assert engine().train_step(batch).diagnostics.kl_k3_same_version is None
+
+
+def test_the_vocabulary_is_that_of_the_embedding(engine):
+    assert engine().vocabulary == VOCAB
+
+
+def test_a_rank_waits_for_rank_0_longer_than_rank_0_waits_for_an_evaluation(engine, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def init_ranks(*_: object, deadline_s: float, **__: object) -> None:
+        raise Asked(deadline_s)
+
+    monkeypatch.setattr("anabranch.learner.engine.init_ranks", init_ranks)
+    with pytest.raises(Asked) as asked:
+        engine(evaluate_deadline_s=7200.0)
+    assert asked.value.args[0] > 7200
