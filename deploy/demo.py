@@ -36,6 +36,7 @@ from anabranch.schemas.errors import (
 from anabranch.transport.boards import RunBoard
 from anabranch.transport.files import write_atomically
 from anabranch.transport.metrics_log import METRICS_FILE
+from anabranch.transport.redact import redact_text
 from anabranch.transport.redis_client import connect
 from anabranch.transport.wiring import connect_hub
 
@@ -152,6 +153,11 @@ class _Demo:
             return outcome
         self._config = resolve(self._options, [*self._overrides, *topology.url_overrides(urls)])
         self._servers_up = True
+        # The hub may remember a run that finished and was interrupted before its end was noted here: producers that
+        # look before the learner does would end.
+        hub = connect_hub(self._config)
+        hub.runs.start()
+        hub.close()
         run_directory.write_config(directory, self._config)  # now with the addresses, passwords masked
         self._monitor.phase("starting learner and producers")
         for spec in topology.client_specs(self._config, config_file, producers=self._options.producers, urls=urls):
@@ -218,7 +224,7 @@ class _Demo:
         completed = outcome.end is End.COMPLETED
         facts = {
             "preset": self._options.preset,
-            "command": shlex.join(["anabranch", *sys.argv[1:]]),
+            "command": redact_text(shlex.join(["anabranch", *sys.argv[1:]])),
             "completed": completed,
             "ended": outcome.line,
             "wall_s": round(time.monotonic() - self._began, 1),

@@ -52,6 +52,7 @@ if kind == "learn":
     log = MetricsLog(config.run.directory)
     done = max((r.step for r in read_records(log.path) if isinstance(r, StepRecord)), default=0)
     evaluate = lambda v: log.append(EvaluationRecord(time_ms=now(), epoch=1, version=v, prompts=9, mean_reward=0.4 + v / 100, standard_error=0.01, temperature=1.0, seconds=1.0))
+    assert hub.runs.finished() is None, "a producer that started before us would have ended"
     hub.runs.start()
     if not done:
         evaluate(0)
@@ -289,6 +290,20 @@ def test_a_learner_that_was_only_asked_to_stop_is_no_completed_run(demo: Demo) -
     assert process.returncode == 75
     assert "learner stopped before the run was complete" in err
     assert json.loads((demo.run_dir / "run.json").read_text())["completed"] is False
+
+
+def test_a_run_killed_between_its_finish_and_the_end_of_the_demo_is_finished_by_the_next(demo: Demo) -> None:
+    process = demo.start("--keep-redis", "--set", "hub.url=redis://:hunter2@127.0.0.1:1/0", steps=2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    run_file = demo.run_dir / "run.json"
+    for file in (run_file, demo.run_dir / "summary.json", demo.run_dir / "summary.md"):
+        assert "hunter2" not in file.read_text(), f"a password in {file.name}"
+    run_file.write_text(run_file.read_text().replace('"completed": true', '"completed": false'))
+    again = demo.start(steps=2)
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err
+    assert json.loads(run_file.read_text())["completed"] is True
 
 
 @pytest.mark.parametrize(
