@@ -1,5 +1,8 @@
+from typing import Any, cast
+
 import pytest
 
+from anabranch.learner.collective import CollectiveEngine
 from anabranch.learner.distribute import broadcast_bytes, init_ranks, rank_from_environment
 from anabranch.schemas.errors import ConfigError
 
@@ -30,3 +33,11 @@ def test_one_rank_needs_no_network_and_cannot_become_two():
     init_ranks(0, 1, device="cpu", deadline_s=10)
     with pytest.raises(ConfigError, match="rank 0 of 1, not 1 of 2"):
         init_ranks(1, 2, device="cpu", deadline_s=10)
+
+
+def test_a_rank_that_is_gone_does_not_hide_why_rank_0_ends(monkeypatch: pytest.MonkeyPatch):
+    def gone(_: bytes) -> bytes:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("anabranch.learner.collective.broadcast_bytes", gone)
+    CollectiveEngine(cast(Any, None), world_size=2).stop()
