@@ -40,9 +40,10 @@ class WeightChannel(Protocol):
         """Store `manifest` and move the head to it, atomically; the same manifest again changes nothing. A second kind
         (anchor beside delta) for the head's own version is accepted.
 
-        Raises ManifestError if the head is of a newer epoch or the same epoch at a higher version, if a newer epoch
-        has been opened (a stale learner must not overwrite newer weights), if another manifest stands under that
-        version and kind, if its layout or a chunk is not stored, or if it is of another run."""
+        Raises ConfigError if the head is of a newer epoch or the same epoch at a higher version, or if a newer epoch
+        has been opened: another learner has taken the run over, and this one must not overwrite its weights, nor come
+        back. Raises ManifestError if another manifest stands under that version and kind, if its layout or a chunk is
+        not stored, or if it is of another run."""
         ...
 
     def head(self) -> PolicyVersion | None: ...

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from anabranch.schemas.errors import DeltaError, ManifestError
+from anabranch.schemas.errors import AnabranchError, ConfigError, DeltaError, ManifestError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
@@ -54,13 +54,20 @@ def check_run(manifest: Manifest, run: str) -> None:
         raise ManifestError(f"manifest of run {manifest.run!r} on the channel of run {run!r}")
 
 
-def refusal(manifest: Manifest, outcome: str, details: list[str]) -> ManifestError:
-    """The error for a commit that the channel refused."""
+def refusal(manifest: Manifest, outcome: str, details: list[str]) -> AnabranchError:
+    """The error for a commit that the channel refused. Two learners on one run are a ConfigError: a restart would open
+    yet another epoch and fence the other one, for ever in turns."""
     about = f"{manifest.kind} {manifest.policy} of run {manifest.run!r}"
     if outcome == "stale":
-        return ManifestError(f"{about} refused: the head is already at e{details[0]}.v{details[1]}")
+        return ConfigError(
+            f"{about} refused: the head is already at e{details[0]}.v{details[1]}, another learner works on this run; "
+            "run one learner per run name"
+        )
     if outcome == "fenced":
-        return ManifestError(f"{about} refused: another learner has opened epoch {details[0]}; this one must stop")
+        return ConfigError(
+            f"{about} refused: another learner has opened epoch {details[0]}; this one must stop, run one learner per "
+            "run name"
+        )
     if outcome == "differs":
         return ManifestError(f"{about} refused: another manifest stands under that version and kind")
     return ManifestError(f"{about} refused: {details[0]} is not on the channel; store it before the commit")

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.schemas.errors import DeltaError, ManifestError
+from anabranch.schemas.errors import ConfigError, DeltaError, ManifestError
 from anabranch.schemas.keys import Keys
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Chunk, Manifest
@@ -171,10 +171,10 @@ def test_a_manifest_of_another_run_is_refused(world):
 def test_a_stale_learner_cannot_move_the_head_back(world):
     old, new = world.open(), world.open()
     publish(old, world.run, 1, 5, "anchor")
-    with pytest.raises(ManifestError, match="head is already"):
+    with pytest.raises(ConfigError, match="head is already"):
         publish(old, world.run, 1, 4)
     publish(new, world.run, 2, 3, "anchor")
-    with pytest.raises(ManifestError, match="head is already"):
+    with pytest.raises(ConfigError, match="head is already"):
         publish(old, world.run, 1, 6)
     assert new.head() == PolicyVersion(2, 3)
 
@@ -184,7 +184,7 @@ def test_opening_an_epoch_fences_the_learner_before(world):
     epoch = old.open_epoch()
     publish(old, world.run, epoch, 0, "anchor")
     new.open_epoch()
-    with pytest.raises(ManifestError, match="must stop"):
+    with pytest.raises(ConfigError, match="must stop"):
         publish(old, world.run, epoch, 1)
     assert new.head() == PolicyVersion(epoch, 0)
 
