@@ -22,6 +22,7 @@ from anabranch.learner.collective import CollectiveEngine
 from anabranch.learner.evaluation import evaluate
 from anabranch.learner.feed import TRAINED, ZERO_VARIANCE, FedBatch, Feed
 from anabranch.learner.records import step_record
+from anabranch.learner.run_memory import RunMemory
 from anabranch.learner.step import StepOutput
 from anabranch.learner.weight_publisher import PublishReport, WeightPublisher
 from anabranch.schemas.config import RunConfig
@@ -67,16 +68,18 @@ class LearnerLoop:
         feed: Feed,
         hub: Hub,
         checkpoints: CheckpointStore,
+        memory: RunMemory,
         metrics: MetricsLog,
         config: RunConfig,
         *,
         resumed: dict[str, Any] | None,
-        heartbeat: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._feed, self._hub, self._checkpoints = engine, feed, hub, checkpoints
-        self._metrics, self._config, self._resumed = metrics, config, resumed
+        self._memory, self._metrics, self._config, self._resumed = memory, metrics, config, resumed
         self._heartbeat = heartbeat
         self._progress = _Progress(
+            epoch=(resumed or {}).get("epoch", 0),
             version=engine.step,
             fork_version=engine.step,
             smoothed_reward=(resumed or {}).get("smoothed_reward"),
@@ -90,8 +93,11 @@ class LearnerLoop:
 
     def run(self, should_stop: Callable[[], bool]) -> str:
         """Train until the configured steps are done, the target is reached or `should_stop()`; returns which."""
-        self._open_epoch()
         learner = self._config.learner
+        ended = self._memory.finished(self._engine.step) if self._resumed else None
+        if ended is not None and (self._engine.step >= learner.steps or self._reached_target()):
+            return self._finish(ended)  # it died after the last evaluation; the producers may have ended already
+        self._open_epoch()
         if learner.evaluate and not (self._resumed or {}).get("evaluated"):
             self._evaluate(should_stop)
         self._open_permits(self._config.learner.steps * learner.groups_per_step)
@@ -107,6 +113,10 @@ class LearnerLoop:
         self._checkpoints.export(self._engine)
         if learner.evaluate and not self._evaluate(should_stop):
             return self._stopped()  # not finished: the run still owes its last number
+        self._memory.finish(self._engine.step, reason)
+        return self._finish(reason)
+
+    def _finish(self, reason: str) -> str:
         surplus = self._feed.drop_surplus()
         self._note("finished", reason=reason, step=self._engine.step, surplus_groups=surplus)
         self._set_state(LearnerState.DONE)
@@ -122,9 +132,10 @@ class LearnerLoop:
         progress = self._progress
         self._set_state(LearnerState.STARTING, "the hub")
         self._hub_call(self._hub.runs.start, "to start the run")
-        progress.epoch = self._hub_call(
-            lambda: self._hub.channel.open_epoch(above=(self._resumed or {}).get("epoch", 0)), "to open an epoch"
-        )
+        # A hub that lost its data counts from 0 again, and producers know epochs opened since the checkpoint.
+        above = max(self._memory.epoch, (self._resumed or {}).get("epoch", 0))
+        progress.epoch = self._hub_call(lambda: self._hub.channel.open_epoch(above=above), "to open an epoch")
+        self._memory.opened(progress.epoch)
         self._forks[progress.epoch] = progress.fork_version
         self._publisher = WeightPublisher(
             self._hub.channel,

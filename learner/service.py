@@ -16,6 +16,7 @@ from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.feed import Feed
 from anabranch.learner.launch import launch_ranks
 from anabranch.learner.loop import LearnerLoop
+from anabranch.learner.run_memory import RunMemory
 from anabranch.schemas.config import RunConfig, dump_toml
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.transport.files import write_atomically
@@ -91,7 +92,15 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal) -> int:
         resumed=(resumed or {}).get("feed"),
     )
     loop = LearnerLoop(
-        engine, feed, hub, checkpoints, metrics, config, resumed=resumed, heartbeat=lambda: sd_notify("WATCHDOG=1")
+        engine,
+        feed,
+        hub,
+        checkpoints,
+        RunMemory(directory),
+        metrics,
+        config,
+        resumed=resumed,
+        heartbeat=lambda: sd_notify("WATCHDOG=1"),
     )
     sd_notify("READY=1")
     try:

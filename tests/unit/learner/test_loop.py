@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from anabranch.consumers.reader import Reader
 from anabranch.kernels.diagnostics import Diagnostics
 from anabranch.learner.feed import Feed
 from anabranch.learner.loop import LearnerLoop
+from anabranch.learner.run_memory import RunMemory
 from anabranch.learner.step import StepOutput
 from anabranch.schemas.config import RunConfig, load_config
 from anabranch.schemas.keys import LEARNER_GROUP
@@ -59,21 +61,28 @@ class Lab:
             "", overrides=["learner.groups_per_step=1", "learner.steps=2", "task.heldout_size=1", *settings]
         )
 
-    def loop(self) -> LearnerLoop:
+    def loop(self, *, resumed: dict[str, Any] | None = None) -> LearnerLoop:
         world, config = self.world, self.config
         hub = Hub(channel=world.channel(), permits=world.permits, runs=world.runs, evaluations=world.evaluations)
         reader = Reader(world.streams(), run="run", group=LEARNER_GROUP, consumer="learner-0", config=config.stream)
         feed = Feed(
-            reader, world.streams(), world.permits, batch_groups=1, max_age=8, block_ms=4, hub_deadline_s=1
+            reader, world.streams(), world.permits, batch_groups=1, max_age=8, block_ms=4, hub_deadline_s=1,
+            resumed=(resumed or {}).get("feed"),
         )  # fmt: skip
         metrics = MetricsLog(self.root)
+        memory = RunMemory(self.root)
         return LearnerLoop(
-            cast(Any, self.engine), feed, hub, cast(Any, self.checkpoints), metrics, config, resumed=None
+            cast(Any, self.engine), feed, hub, cast(Any, self.checkpoints), memory, metrics, config, resumed=resumed
         )  # fmt: skip
 
     def produce(self, *indices: int) -> None:
         for index in indices:
             self.world.stream("east").append(entry(index))
+
+    def resume(self) -> LearnerLoop:
+        """A learner that starts again from the newest checkpoint."""
+        self.engine.step, state = self.checkpoints.saved[-1]
+        return self.loop(resumed=json.loads(json.dumps(state)))
 
     def notes(self) -> list[str]:
         return [r.what for r in read_records(self.root / "metrics.jsonl") if isinstance(r, NoteRecord)]
@@ -106,3 +115,38 @@ def test_a_checkpoint_holds_the_reward_of_the_step_it_was_made_after(tmp_path: P
     assert lab.loop().run(lambda: False) == "target reward 0.5 reached"
     step, state = lab.checkpoints.saved[-1]
     assert (step, state["smoothed_reward"]) == (1, pytest.approx(0.5))
+
+
+def test_a_learner_that_died_after_the_last_evaluation_goes_straight_to_the_end(tmp_path: Path) -> None:
+    """The producers may have ended: an evaluation asked for again would have nobody to do it."""
+    lab = Lab(tmp_path, "learner.evaluate_deadline_s=0.2")
+    lab.produce(0, 1)
+    for policy in (PolicyVersion(1, 0), PolicyVersion(1, 2)):
+        lab.world.evaluations.request(policy, 1)
+        lab.world.evaluations.post(policy, 0, {"rewards": [0.5]})
+    assert lab.loop().run(lambda: False) == "all steps done"
+    lab.world.runs.start()  # what a crash just before leaves: nobody knows yet that the run is over
+    assert lab.resume().run(lambda: False) == "all steps done"
+    assert lab.world.runs.finished() == "all steps done"
+    assert lab.notes() == ["started", "finished", "finished"]
+
+
+def test_a_run_that_is_made_longer_goes_on(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, "learner.evaluate=false")
+    lab.produce(0, 1)
+    lab.loop().run(lambda: False)
+    lab.config = load_config("", overrides=["learner.groups_per_step=1", "learner.evaluate=false", "learner.steps=3"])
+    lab.produce(2)
+    assert lab.resume().run(lambda: False) == "all steps done"
+    assert lab.engine.step == 3
+
+
+def test_an_epoch_that_was_opened_is_never_opened_again_whatever_the_hub_lost(tmp_path: Path) -> None:
+    """Producers may still hold weights of the epoch that came after the checkpoint."""
+    lab = Lab(tmp_path, "learner.evaluate=false")
+    lab.loop().run(lambda: True)
+    for expected in (2, 3):
+        lab.world = MemoryWorld("run", ["east"])
+        assert lab.checkpoints.saved == lab.checkpoints.saved[:1], "no checkpoint since the first epoch"
+        lab.resume().run(lambda: True)
+        assert lab.world.channel().head() == PolicyVersion(expected, 0)
