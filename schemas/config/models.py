@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from anabranch.schemas.config import learner_rules
 from anabranch.schemas.errors import UnsafeSamplingError, redact_url
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -205,6 +206,18 @@ class LearnerSection(Section):
     @classmethod
     def _tuple(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
+
+    @property
+    def resolved_compute_dtype(self) -> str:
+        return learner_rules.compute_dtype(
+            self.compute_dtype, device=self.device, dtype=self.dtype, zero_stage=self.zero_stage
+        )
+
+    @model_validator(mode="after")
+    def _what_the_learner_can_do(self) -> Self:
+        learner_rules.check_dtypes(dtype=self.dtype, compute=self.resolved_compute_dtype, zero_stage=self.zero_stage)
+        learner_rules.check_deepspeed(self.deepspeed)
+        return self
 
 
 class ChannelSection(Section):

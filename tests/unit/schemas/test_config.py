@@ -52,7 +52,7 @@ def test_values_are_toml_and_anything_else_is_text() -> None:
             "task.prompt=What is {question}?",
             'task.system="quoted, with = and #"',
             "task.params={min_terms = 2, max_terms = 3}",
-            "learner.deepspeed.zero_optimization.stage=2",
+            "learner.deepspeed.zero_optimization.reduce_bucket_size=2",
             "model.path=some where/else",
         ]
     )
@@ -62,7 +62,7 @@ def test_values_are_toml_and_anything_else_is_text() -> None:
     assert config.task.prompt == "What is {question}?"
     assert config.task.system == "quoted, with = and #"
     assert config.task.params == {"min_terms": 2, "max_terms": 3}
-    assert config.learner.deepspeed == {"zero_optimization": {"stage": 2}}
+    assert config.learner.deepspeed == {"zero_optimization": {"reduce_bucket_size": 2}}
     assert str(config.model.path) == "some where/else"
 
 
