@@ -6,6 +6,7 @@ Held by tests/contract/test_stream.py, the same suite that RedisStream passes.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from anabranch.schemas.envelope import Envelope
 from anabranch.schemas.errors import EnvelopeError
 from anabranch.schemas.keys import LEARNER_GROUP
-from anabranch.transport.stream import DEAD_LETTER_FATE, LOST_FATE, Delivery, LedgerCounts
+from anabranch.transport.stream import DEAD_LETTER_FATE, DEAD_LETTER_FIELDS, LOST_FATE, Delivery, LedgerCounts
 
 _Id = tuple[int, int]
 
@@ -137,7 +138,8 @@ class MemoryStream:
         with self._store.changed:
             if self.settle(group, [(delivery.entry_id, _fate(group, DEAD_LETTER_FATE))]):
                 about = {b"cause": cause.encode(), b"by": group.encode(), b"id": delivery.entry_id.encode()}
-                self._store.dead_letters.append({**about, **delivery.fields})
+                copied = dict(itertools.islice(delivery.fields.items(), DEAD_LETTER_FIELDS))
+                self._store.dead_letters.append({**about, **copied})
 
     def trim(self) -> int:
         store = self._store

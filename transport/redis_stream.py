@@ -19,7 +19,7 @@ from anabranch.schemas.errors import EnvelopeError, StreamUnavailableError
 from anabranch.schemas.keys import LEARNER_GROUP, Keys
 from anabranch.transport import scripts
 from anabranch.transport.redis_client import Guard, is_missing_group
-from anabranch.transport.stream import DEAD_LETTER_FATE, LOST_FATE, Delivery, LedgerCounts
+from anabranch.transport.stream import DEAD_LETTER_FATE, DEAD_LETTER_FIELDS, LOST_FATE, Delivery, LedgerCounts
 
 T = TypeVar("T")
 _MOST_PENDING = 1_000_000  # ids of one consumer looked at when searching for what a lost reply carried
@@ -118,7 +118,7 @@ class RedisStream:
 
     def dead_letter(self, group: str, delivery: Delivery, cause: str) -> None:
         keys = [self._keys.trajectories, self._keys.ledger, self._keys.dead_letters]
-        args = [group, delivery.entry_id, cause, _fate(group, DEAD_LETTER_FATE)]
+        args = [group, delivery.entry_id, cause, _fate(group, DEAD_LETTER_FATE), DEAD_LETTER_FIELDS]
         self._guard.repeat(lambda: self._dead_letter(keys=keys, args=args))
         self._forget(group, [delivery.entry_id])
 

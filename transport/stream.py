@@ -16,6 +16,7 @@ from typing import Protocol
 from anabranch.schemas.envelope import Envelope
 
 DEAD_LETTER_FATE = "dropped:dead_letter"
+DEAD_LETTER_FIELDS = 32  # copied at most; an entry of ours has far fewer
 LOST_FATE = "dropped:lost"  # somebody outside the pipeline deleted a delivered entry's data
 
 
@@ -71,8 +72,8 @@ class TrajectoryStream(Protocol):
         ...
 
     def dead_letter(self, group: str, delivery: Delivery, cause: str) -> None:
-        """Copy the entry to the dead-letter stream with its cause and settle it, atomically and once; for the learner's
-        group it counts as "dropped:dead_letter"."""
+        """Copy the entry (its first `DEAD_LETTER_FIELDS` fields) to the dead-letter stream with its cause and settle it,
+        atomically and once; for the learner's group it counts as "dropped:dead_letter"."""
         ...
 
     def trim(self) -> int:

@@ -215,6 +215,20 @@ def test_a_malformed_entry_is_delivered_and_can_be_buried(backend):
     assert backend.dead_letters()[0][b"nonsense"] == b"1"
 
 
+def test_an_entry_of_very_many_fields_is_buried_with_the_first_of_them(backend):
+    """Lua passes some 8000 arguments at most; the entry must neither stay for ever nor go without a trace."""
+    backend.put_raw({b"f%d" % i: b"x" for i in range(10_000)})
+    stream = backend.stream()
+    (delivery,) = read(stream)
+    stream.dead_letter(GROUP, delivery, "no payload")
+    (letter,) = backend.dead_letters()
+    assert (letter[b"cause"], letter[b"f0"], letter[b"f31"]) == (b"no payload", b"x", b"x")
+    assert len(letter) < 100
+    assert stream.read_own_pending(GROUP, "c", max_entries=10) == []
+    stream.dead_letter(GROUP, delivery, "once more")
+    assert len(backend.dead_letters()) == 1
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.integers(0, 2), st.integers(-2, 1)),
