@@ -3,6 +3,7 @@
 Invariant: a group leaves the outbox only when the stream has stored it; sequence numbers ascend and a repeated
 append stores once, so retrying after a lost answer is safe. An unreachable or full Redis is retried with growing
 pauses until `deadline_s`, then the process gives up with DeadlineError (exit 75) and the groups' permits expire.
+A group that no entry can hold ends the process with ConfigError (exit 78): whoever samples it next would fail likewise.
 Held by tests/unit/producers/test_outbox.py.
 """
 
@@ -15,7 +16,13 @@ from collections.abc import Callable
 import structlog
 
 from anabranch.schemas.envelope import Envelope
-from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError
+from anabranch.schemas.errors import (
+    BackpressureError,
+    ConfigError,
+    DeadlineError,
+    EnvelopeError,
+    StreamUnavailableError,
+)
 from anabranch.schemas.trajectory import Group, encode_group
 from anabranch.transport.stream import TrajectoryStream
 
@@ -54,7 +61,12 @@ class Outbox:
 
     def flush(self) -> list[int]:
         """Append what waits, if it is time to try; never blocks beyond one attempt. Returns the group indices that are
-        stored now. Raises DeadlineError when the stream has been failing for `deadline_s`."""
+        stored now.
+
+        Raises:
+            DeadlineError: the stream has been failing for `deadline_s`.
+            ConfigError: a group is larger than an entry may be.
+        """
         stored: list[int] = []
         while self._waiting and self._clock() >= self._retry_at:
             try:
@@ -62,6 +74,11 @@ class Outbox:
             except (StreamUnavailableError, BackpressureError) as error:
                 self._failed(error)
                 break
+            except EnvelopeError as error:
+                raise ConfigError(
+                    f"group {self._waiting[0].group_index} does not fit an entry: {error}; lower sampling.group_size or "
+                    "sampling.max_tokens, or raise stream.max_entry_bytes"
+                ) from error
             stored.append(self._waiting.popleft().group_index)
             if self._failing_since is not None:
                 self._log.info("region stream is back", region=self._region, groups_waiting=len(self._waiting))

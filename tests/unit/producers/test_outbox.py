@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from anabranch.producers.outbox import RETRY_LAST_S, Outbox
 from anabranch.schemas.envelope import Envelope, open_envelope
-from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError, TrajectoryError
+from anabranch.schemas.errors import (
+    BackpressureError,
+    ConfigError,
+    DeadlineError,
+    StreamUnavailableError,
+    TrajectoryError,
+)
 from anabranch.schemas.keys import LEARNER_GROUP, Keys
 from anabranch.schemas.trajectory import decode_group
 from anabranch.transport.embedded_valkey import EmbeddedValkey
@@ -74,6 +80,14 @@ def test_groups_are_stored_in_order_under_ascending_numbers() -> None:
     assert lab.outbox.flush() == [7, 3, 9]
     assert lab.outbox.flush() == []
     assert stored(lab.stream) == [(1, 7), (2, 3), (3, 9)]
+
+
+def test_a_group_that_no_entry_can_hold_is_a_fault_of_the_configuration() -> None:
+    """Exit 78: with any other code the producers would be restarted, sample it again and die of it one by one."""
+    small = outbox(MemoryStream(MemoryStreamStore(), max_entry_bytes=1024))
+    small.put(group(7))
+    with pytest.raises(ConfigError, match=r"group 7 does not fit .*group_size .*max_tokens, .*stream.max_entry_bytes"):
+        small.flush()
 
 
 def test_an_unreachable_stream_keeps_everything_and_is_tried_ever_more_rarely() -> None:
