@@ -89,6 +89,9 @@ def test_passwords_are_hidden_in_every_value_and_in_tracebacks():
         ("redis://:s3cret@h:1/0", "redis://:***@h:1/0"),
         ("a rediss://u:p@ss@h/0 and unix://u:x@/run/r.sock!", "a rediss://u:***@h/0 and unix://u:***@/run/r.sock!"),
         ("redis://h:6379/0", "redis://h:6379/0"),
+        ("at redis://u:s3c/ret@h:1/0 since", "at redis://u:***@h:1/0 since"),
+        ("redis://h:1/0?password=s3cret&db=1 is away", "redis://h:1/0?password=***&db=1 is away"),
+        ("rediss://h?db=1&Password=s3/c@ret", "rediss://h?db=1&Password=***"),
         ("http://h/a:b@c", "http://h/a:b@c"),
         ("mail me: a:b@c.d", "mail me: a:b@c.d"),
     ],
@@ -97,7 +100,7 @@ def test_only_passwords_of_urls_are_replaced(text, shown):
     assert redact_text(text) == shown
 
 
-SECRET = st.text(st.characters(codec="ascii", exclude_characters="/ \t\r\n\x0b\x0c\x1c\x1d\x1e\x1f*"), min_size=6)
+SECRET = st.text(st.characters(codec="ascii", exclude_characters=" \t\r\n\x0b\x0c\x1c\x1d\x1e\x1f*"), min_size=6)
 
 
 @given(before=st.text(), secret=SECRET, after=st.text())
