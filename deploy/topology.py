@@ -22,6 +22,11 @@ CLIENTS, SERVERS = 0, 1  # stop order
 WATCHDOG_S = 300.0  # a child that has reported itself and then says nothing for so long is restarted
 PRODUCER_STOP_S = 10.0  # one that is loading its engine does not listen, and has nothing to lose
 HUB = "hub"
+# Of whoever watches us, and of a launcher of ranks: a child that found them would take itself for one of theirs.
+_NOT_INHERITED = frozenset({
+    "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ANABRANCH_RENDEZVOUS_FILE",
+})  # fmt: skip
 _QUIET_MACHINE = {
     "OMP_WAIT_POLICY": "passive",  # processes share the cores: a thread that waits must not spin
     "GOMP_SPINCOUNT": "0",
@@ -39,11 +44,7 @@ def program(*words: str) -> tuple[str, ...]:
 def common_environment(parent: Mapping[str, str], *, temporary: Path, cache: Path) -> dict[str, str]:
     """What every child gets. Settings of `parent` (ANABRANCH__…) are left out: they are in the resolved configuration,
     and must not win over a --set given to the demo."""
-    kept = {
-        k: v
-        for k, v in parent.items()
-        if not k.startswith(ENV_PREFIX) and k not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-    }
+    kept = {k: v for k, v in parent.items() if not k.startswith(ENV_PREFIX) and k not in _NOT_INHERITED}
     return {
         **kept,
         **_QUIET_MACHINE,

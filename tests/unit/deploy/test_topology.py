@@ -75,6 +75,14 @@ def test_settings_in_the_callers_environment_reach_children_only_through_the_res
     assert not {"ANABRANCH__LEARNER__LR", "NOTIFY_SOCKET"} & child.keys()
 
 
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ANABRANCH_RENDEZVOUS_FILE"]
+)
+def test_a_demo_under_a_launcher_of_ranks_starts_a_learner_of_its_own(name: str, tmp_path: Path) -> None:
+    """A learner that found RANK=1 would wait for a rank 0 that nobody started."""
+    assert name not in topology.common_environment({name: "1"}, temporary=tmp_path, cache=tmp_path)
+
+
 def test_the_cache_follows_the_environment() -> None:
     assert topology.cache_directory({"ANABRANCH_CACHE_DIR": "/a b/c"}) == Path("/a b/c")
     assert topology.cache_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/anabranch")
