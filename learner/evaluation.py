@@ -6,13 +6,14 @@ result covers every held-out prompt or there is none. Held by tests/unit/learner
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
 from collections.abc import Callable
 
 from anabranch.schemas.config import RunConfig
-from anabranch.schemas.errors import DeadlineError, WireError
+from anabranch.schemas.errors import DeadlineError, StreamUnavailableError, WireError
 from anabranch.schemas.metrics import EvaluationRecord
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.retry import retry_until
@@ -30,7 +31,8 @@ def evaluate(
     waiting: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvaluationRecord | None:
-    """Mean reward of `policy` on the held-out set; None if `should_stop()` turned true.
+    """Mean reward of `policy` on the held-out set; None if `should_stop()` turned true; either way nothing is
+    asked for any more then.
 
     Raises:
         DeadlineError: not all shards came back within `learner.evaluate_deadline_s`.
@@ -43,6 +45,8 @@ def evaluate(
     retry_until(lambda: board.request(policy, shards), deadline_s=deadline_s, what="the hub, to ask for an evaluation")
     while True:
         if should_stop():
+            with contextlib.suppress(StreamUnavailableError):  # once: what is asked for now has nobody who waits for it
+                board.clear()
             return None
         results = retry_until(
             lambda: board.results(policy), deadline_s=deadline_s, what="the hub, to read an evaluation"

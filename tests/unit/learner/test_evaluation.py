@@ -77,5 +77,7 @@ def test_a_result_that_is_no_list_of_finite_rewards_is_refused(bad: Any) -> None
         run(board)
 
 
-def test_a_stop_ends_the_wait() -> None:
-    assert evaluate(hub(), config(), POLICY, should_stop=lambda: True) is None
+def test_a_stop_ends_the_wait_and_takes_the_request_back() -> None:
+    board = hub()
+    assert evaluate(board, config(), POLICY, should_stop=lambda: True) is None
+    assert board.evaluations.wanted() is None, "producers would sample it for nobody"
