@@ -27,10 +27,10 @@ def launch_ranks(world_size: int, argv: Sequence[str] | None = None, *, grace_s:
 
     The ranks meet through a file in a private folder and talk over loopback; they die with this process. SIGTERM and
     SIGINT are passed on to rank 0, which ends the others (under systemd use KillMode=mixed, or rank 0 gets the signal
-    twice). If a rank fails, the others get `grace_s` seconds and are killed.
+    twice). If a rank fails, or rank 0 has ended, the others get `grace_s` seconds and are killed.
 
     Returns:
-        0 if all ranks ended well, else the exit code of the first that did not (128 + signal if it was killed).
+        0 if no rank failed (one that outlives rank 0 by `grace_s` has nothing left to do), else the exit code of the first that did not (128 + signal if it was killed).
     """
     command = list(argv) if argv is not None else [sys.executable, *sys.orig_argv[1:]]
     with tempfile.TemporaryDirectory(prefix="anabranch-ranks-") as folder:
@@ -63,7 +63,8 @@ def _wait_for(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> int:
         codes = [process.poll() for process in ranks]
         if not failed:
             failed = next((code for code in codes if code), 0)
-            deadline = time.monotonic() + grace_s if failed else deadline
+        if deadline == math.inf and (failed or codes[0] is not None):
+            deadline = time.monotonic() + grace_s
         if None not in codes:
             break
         time.sleep(0.05)
