@@ -6,6 +6,8 @@ resumes from the newest complete one.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import structlog
 
 from anabranch.consumers.reader import Reader
@@ -24,6 +26,8 @@ from anabranch.transport.log import setup_logging
 from anabranch.transport.metrics_log import MetricsLog
 from anabranch.transport.runtime import StopSignal, run_service, sd_notify
 from anabranch.transport.wiring import connect_hub, connect_regions
+
+RESOLVED_FILE = "resolved.toml"
 
 
 def learn(config: RunConfig) -> int:
@@ -58,11 +62,17 @@ def learn(config: RunConfig) -> int:
     return run_service(main)
 
 
+def write_resolved(directory: Path, config: RunConfig) -> None:
+    """What this learner runs with, passwords masked. Never `config.toml`: that may be the user's own, with the passwords
+    that the next start needs."""
+    write_atomically(directory / RESOLVED_FILE, dump_toml(config).encode())
+
+
 def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal) -> int:
     log = structlog.get_logger()
     directory = config.run.directory
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / "config.toml", dump_toml(config).encode())
+    write_resolved(directory, config)
     hub = connect_hub(config)
     streams = connect_regions(config)
     checkpoints = CheckpointStore(

@@ -73,7 +73,7 @@ wins key by key:
 Values in the environment and after `--set` are read as TOML (`1e-4`, `true`, `[0.9, 0.95]`); what is not TOML is a string.
 The whole is checked at the start of every command: an unknown key, a wrong type or values that contradict each other end it
 with exit code 78 and one line that names the key and where it was set. `anabranch config --config run.toml` shows what
-the layers resolve to. The learner writes that to `config.toml` in the run directory. Passwords in URLs are masked wherever
+the layers resolve to. The learner writes that to `resolved.toml` in the run directory. Passwords in URLs are masked wherever
 a configuration is shown or written, so give the URLs of protected servers through the environment.
 
 Some defaults of `correction` depend on `correction.objective`: see [staleness](staleness.md#objectives). In a key,
