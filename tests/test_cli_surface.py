@@ -57,6 +57,13 @@ def run(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def test_a_full_disk_is_one_line_and_a_temporary_failure() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-I", "-m", "anabranch.cli.main", "config"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (75, "anabranch config: the disk is full: free some and start again\n")
+
+
 def test_every_command_is_there() -> None:
     assert list(commands()) == list(COMMANDS)
 

@@ -125,6 +125,14 @@ def bound_to_parent(argv: list[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", code, *argv] if sys.platform.startswith("linux") else argv
 
 
+def disk_full(error: BaseException) -> str | None:
+    """The line for a user whose disk is full; None if `error` says something else."""
+    if not isinstance(error, OSError) or error.errno not in _DISK_FULL:
+        return None
+    where = f" ({error.filename})" if error.filename else ""
+    return f"the disk is full{where}: free some and start again"
+
+
 def run_service(main: Callable[[], int | None], *, debug: bool | None = None) -> int:
     """Run `main` and return the exit code the process should end with.
 
@@ -143,9 +151,8 @@ def run_service(main: Callable[[], int | None], *, debug: bool | None = None) ->
         print("anabranch: interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     except Exception as error:  # noqa: BLE001 - the edge of the process: report everything, with its traceback
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            where = f" ({error.filename})" if error.filename else ""
-            print(f"anabranch: the disk is full{where}: free some and start again", file=sys.stderr, flush=True)
+        if (line := disk_full(error)) is not None:
+            print(f"anabranch: {line}", file=sys.stderr, flush=True)
             return EXIT_TEMPORARY
         print(redact_text(traceback.format_exc()), file=sys.stderr, end="", flush=True)
         return EXIT_INTERNAL

@@ -51,8 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    from anabranch.schemas.errors import EXIT_INTERNAL, AnabranchError
+    from anabranch.schemas.errors import EXIT_INTERNAL, EXIT_TEMPORARY, AnabranchError
     from anabranch.transport.redact import redact_text
+    from anabranch.transport.runtime import disk_full
 
     try:
         code = int(args.run(args))
@@ -64,11 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone, e.g. `anabranch ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        _drop_output()
         return 0
-    except Exception:  # noqa: BLE001 - the edge of the process: a bug is reported whole, with the code that says so
+    except Exception as error:  # noqa: BLE001 - the edge of the process: a bug is reported whole, with the code that says so
+        if (line := disk_full(error)) is not None:
+            print(f"anabranch {args.command}: {line}", file=sys.stderr)
+            try:
+                sys.stdout.flush()
+            except OSError:
+                _drop_output()
+            return EXIT_TEMPORARY
         print(redact_text(traceback.format_exc()), file=sys.stderr, end="")
         return EXIT_INTERNAL
+
+
+def _drop_output() -> None:
+    """What is left in the buffer is flushed at exit, which must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
