@@ -151,8 +151,8 @@ def run_service(main: Callable[[], int | None], *, debug: bool | None = None) ->
         print("anabranch: interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     except Exception as error:  # noqa: BLE001 - the edge of the process: report everything, with its traceback
-        if (line := disk_full(error)) is not None:
-            print(f"anabranch: {line}", file=sys.stderr, flush=True)
+        if (full := disk_full(error)) is not None:
+            print(f"anabranch: {full}", file=sys.stderr, flush=True)
             return EXIT_TEMPORARY
         print(redact_text(traceback.format_exc()), file=sys.stderr, end="", flush=True)
         return EXIT_INTERNAL
