@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,10 +56,20 @@ class Marker(BaseModel):
 
 
 class CheckpointStore:
-    """The checkpoints of run `run` in `directory`; `keep` complete ones are retained. Only rank 0 has one."""
+    """The checkpoints of run `run` in `directory`; `keep` complete ones are retained. Only rank 0 has one. `heartbeat` is
+    called while files are written, often: a large checkpoint takes minutes."""
 
-    def __init__(self, directory: Path, *, run: str, layout_hash: str, keep: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run: str,
+        layout_hash: str,
+        keep: int,
+        heartbeat: Callable[[], object] = lambda: None,
+    ) -> None:
         self._directory, self._run, self._layout_hash, self._keep = directory, run, layout_hash, keep
+        self._heartbeat = heartbeat
         self._log = structlog.get_logger()
 
     def save(self, engine: Checkpointed, client_state: dict[str, Any]) -> Path:
@@ -73,7 +84,7 @@ class CheckpointStore:
         place = self._free_place(engine.step)
         aside = self._directory / f".{place.name}.tmp"
         engine.save(aside, client_state)
-        files = {str(p.relative_to(aside)): _size_and_digest(p, sync=True) for p in _files(aside)}
+        files = {str(p.relative_to(aside)): self._secure(p) for p in _files(aside)}
         for folder in [aside, *(p for p in aside.rglob("*") if p.is_dir())]:
             sync_directory(folder)
         os.rename(aside, place)
@@ -120,11 +131,19 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)
         export_hf(aside, engine.layout, engine.state_bits(), source=engine.model_dir)
         for path in _files(aside):
-            _size_and_digest(path, sync=True)
+            self._secure(path)
         shutil.rmtree(target, ignore_errors=True)
         os.rename(aside, target)
         sync_directory(target.parent)
         return target
+
+    def _secure(self, path: Path) -> tuple[int, str]:
+        """`_size_and_digest` of a file that is on the disk when this returns."""
+        found = _size_and_digest(path, heartbeat=self._heartbeat)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        self._heartbeat()
+        return found
 
     def _free_place(self, step: int) -> Path:
         """A new name for this step: one that is there already (unmarked, or of an abandoned line) stays as it is until
@@ -158,15 +177,14 @@ def _files(directory: Path) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.is_file())
 
 
-def _size_and_digest(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Bytes and xxh3-128 of a file; with `sync` it is on the disk when this returns."""
+def _size_and_digest(path: Path, *, heartbeat: Callable[[], object] = lambda: None) -> tuple[int, str]:
+    """Bytes and xxh3-128 of a file; `heartbeat` is called for every block."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
             size += len(block)
-        if sync:
-            os.fsync(file.fileno())
+            heartbeat()
     return size, digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class LearnerEngine:
         max_tokens: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
         """Load the model and start DeepSpeed.
 
@@ -62,6 +64,7 @@ class LearnerEngine:
             temperature: at which rollouts are sampled; logits are divided by it.
             max_tokens: longest completion that can be sampled; the constant of aggregation "constant".
             rank, world_size: this process among the learner's ranks (see `distribute`).
+            heartbeat: called before every microbatch, so that a long step is not taken for a hung one.
 
         Raises:
             ConfigError: settings that cannot work, named; the model cannot be loaded.
@@ -76,6 +79,7 @@ class LearnerEngine:
         self._learner, self._correction = learner, correction
         self._max_tokens = max_tokens
         self._rank, self._world_size = rank, world_size
+        self._heartbeat = heartbeat
         self.model_dir = model_dir
         self.step = 0
 
@@ -144,6 +148,7 @@ class LearnerEngine:
     def _step(self, batch: TrainBatch, plan: StepPlan, lr: float) -> StepOutput:
         sums = DiagnosticSums(self._device)
         for rows in plan.microbatches[self._rank]:
+            self._heartbeat()
             micro = MicroBatch.take(batch, plan, rows, self._device)
             logprobs, entropy = self._engine(micro.input_ids, micro.rows, micro.columns, micro.targets)
             loss = micro.loss(logprobs, entropy, self._correction, sums)

@@ -6,6 +6,8 @@ resumes from the newest complete one.
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 
 import structlog
@@ -39,6 +41,8 @@ def learn(config: RunConfig) -> int:
     setup_logging("learner" if rank == 0 else f"learner-{rank}")
     stop = StopSignal().install()
 
+    heartbeat = Heartbeat()
+
     def main() -> int:
         engine = LearnerEngine(
             config.model.path,
@@ -49,13 +53,15 @@ def learn(config: RunConfig) -> int:
             max_tokens=config.sampling.max_tokens,
             rank=rank,
             world_size=world_size,
+            # Rank 0 speaks for all.
+            heartbeat=heartbeat if rank == 0 else lambda: None,
         )
         if rank:
             follow(engine)
             return 0
         collective = CollectiveEngine(engine, world_size=world_size)
         try:
-            return _lead(config, collective, stop)
+            return _lead(config, collective, stop, heartbeat)
         finally:
             collective.stop()
 
@@ -68,7 +74,22 @@ def write_resolved(directory: Path, config: RunConfig) -> None:
     write_atomically(directory / RESOLVED_FILE, dump_toml(config).encode())
 
 
-def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal) -> int:
+class Heartbeat:
+    """Tells whoever watches this process that it lives; call it as often as you like."""
+
+    EVERY_S = 1.0
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._last_s >= self.EVERY_S:
+            self._last_s = now
+            sd_notify("WATCHDOG=1")
+
+
+def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbeat: Heartbeat) -> int:
     log = structlog.get_logger()
     directory = config.run.directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -80,6 +101,7 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal) -> int:
         run=config.run.name,
         layout_hash=engine.layout.hash,
         keep=config.learner.keep_checkpoints,
+        heartbeat=heartbeat,
     )
     resumed = checkpoints.load_newest(engine)
     metrics = MetricsLog(directory)
@@ -110,7 +132,7 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal) -> int:
         metrics,
         config,
         resumed=resumed,
-        heartbeat=lambda: sd_notify("WATCHDOG=1"),
+        heartbeat=heartbeat,
     )
     sd_notify("READY=1")
     try:

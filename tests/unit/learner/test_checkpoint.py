@@ -53,6 +53,21 @@ def test_the_newest_complete_one_is_loaded_and_older_ones_retire(tmp_path: Path)
     assert engine.step == 3
 
 
+def test_it_says_that_it_lives_at_every_block_of_a_file(tmp_path: Path):
+    """A supervisor takes a learner that is silent for minutes for a hung one."""
+
+    class Large(Counter):
+        def save(self, directory: Path, client_state: dict[str, Any]) -> None:
+            super().save(directory, client_state)
+            (directory / "large").write_bytes(bytes(3 * 2**22))
+
+    beats: list[int] = []
+    CheckpointStore(
+        tmp_path, run="run", layout_hash=Counter.layout.hash, keep=1, heartbeat=lambda: beats.append(1)
+    ).save(Large(), {})
+    assert len(beats) >= 3 + 2, "three blocks, and two small files"
+
+
 def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path):
     assert store(tmp_path).load_newest(Counter()) is None
 

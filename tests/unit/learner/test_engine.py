@@ -10,9 +10,10 @@ import torch
 
 from anabranch.kernels.diagnostics import DiagnosticSums
 from anabranch.learner.batch import build_batch
+from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.policy import PolicyModule, load_model
 from anabranch.learner.step import MicroBatch, plan_step
-from anabranch.schemas.config import CorrectionSection
+from anabranch.schemas.config import CorrectionSection, LearnerSection
 from anabranch.schemas.errors import AnabranchError, ConfigError
 from anabranch.schemas.trajectory import Group
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
@@ -233,3 +234,13 @@ def test_a_rank_waits_for_rank_0_longer_than_rank_0_waits_for_an_evaluation(engi
     with pytest.raises(Asked) as asked:
         engine(evaluate_deadline_s=7200.0)
     assert asked.value.args[0] > 7200
+
+
+def test_a_step_says_that_it_lives_before_every_microbatch(model_dir: Path):
+    beats: list[int] = []
+    section = LearnerSection(lr=1e-3, micro_batch_tokens=64)
+    engine = LearnerEngine(model_dir, section, NO_VETO, run_seed=0, temperature=1.0, heartbeat=lambda: beats.append(1))
+    batch = make_batch()
+    engine.train_step(batch)
+    microbatches = plan_step(batch, NO_VETO, budget_tokens=64, ranks=1, max_tokens=None).microbatches[0]
+    assert len(beats) >= len(microbatches) > 1

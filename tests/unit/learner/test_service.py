@@ -1,11 +1,14 @@
-"""What the learner writes beside its checkpoints."""
+"""What the learner writes beside its checkpoints, and that it says that it lives."""
 
 from __future__ import annotations
 
+import socket
 import tomllib
 from pathlib import Path
 
-from anabranch.learner.service import write_resolved
+import pytest
+
+from anabranch.learner.service import Heartbeat, write_resolved
 from anabranch.schemas.config import load_config
 
 
@@ -16,3 +19,16 @@ def test_the_users_own_configuration_in_the_run_directory_keeps_its_passwords(tm
     assert "s3cret" in mine.read_text()
     (written,) = set(tmp_path.iterdir()) - {mine}
     assert tomllib.loads(written.read_text())["hub"]["url"] == "redis://:***@h:1/0"
+
+
+def test_a_heartbeat_is_sent_at_once_and_never_floods_its_listener(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue of a datagram socket is short, and a sender waits where it is full."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        beat = Heartbeat()
+        for _ in range(10_000):
+            beat()
+        assert listener.recv(100) == b"WATCHDOG=1"
