@@ -1,8 +1,10 @@
 """Keeps what a user sees up to date: the live screen on a terminal, else one JSON line per record.
 
-Invariant: it only reads (metrics.jsonl, the hub's board, the supervisor's child states), nothing it meets stops the
-run, and a tick never blocks longer than one short socket time-out. Swaps it sees on the board are sampled into
-`swaps.jsonl`, for the summary. Held by tests/unit/deploy/test_live.py.
+Invariant: of the run it only reads (metrics.jsonl, the hub's board, the supervisor's child states), and a hub that
+cannot be reached stops nothing: it is asked again after a pause. A look at the board is three calls, each of which may
+use up its patience, so a tick can last some seconds where the hub hangs. Swaps it sees there are sampled into
+`swaps.jsonl`, for the summary; what it cannot write (a full disk, a closed pipe) is the caller's OSError.
+Held by tests/unit/deploy/test_live.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Invariant: one thread drives the engine. A group is started only under a permit and only when the version served
 satisfies the permit; it ends as an entry in the outbox, or as an aborted group whose lease runs out. A swap happens
-only between steps, so every token's tag names the weights that sampled it. Held by tests/e2e/
-test_synchronous.py and test_survival.py.
+only between steps, so every token's tag names the weights that sampled it.
+Held by tests/e2e/test_synchronous.py and tests/e2e/test_survival.py.
 """
 
 from __future__ import annotations

@@ -131,7 +131,9 @@ class ProducerSection(Section):
         120.0, gt=0, description="how long an unreachable region Redis is retried before exit 75"
     )
     verify_every_updates: int = Field(
-        0, ge=0, description="check the live engine's digest every N swaps; 0: only on demand"
+        0,
+        ge=0,
+        description="check the live engine's digest every N swaps, which ends a producer that differs; 0: never",
     )
 
 
