@@ -35,7 +35,7 @@ MAGIC = b"ABD1"
 _HEAD = struct.Struct("<4sI")
 _RECORD = struct.Struct("<IBQ")
 _SPARSE, _DENSE = 1, 2
-_UINT: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+UINT: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by width
 
 Bits = NDArray[Any]  # flat unsigned integers as wide as the tensor's dtype
 
@@ -60,7 +60,7 @@ class TensorChange:
 
 def uint_dtype(dtype: str) -> type[np.unsignedinteger[Any]]:
     """The unsigned integer as wide as layout dtype `dtype`."""
-    return _UINT[DTYPE_BYTES[dtype]]
+    return UINT[DTYPE_BYTES[dtype]]
 
 
 def encode_anchor(layout: Layout, state: Mapping[str, Bits], *, zstd_level: int = 1) -> Encoded:

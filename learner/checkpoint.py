@@ -10,7 +10,6 @@ of ranks, or whose files changed since, is refused by name. Held by tests/unit/l
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -186,11 +185,3 @@ def _size_and_digest(path: Path, *, heartbeat: Callable[[], object] = lambda: No
             size += len(block)
             heartbeat()
     return size, digest.hexdigest()
-
-
-def read_json(path: Path) -> Any:
-    """Raises CheckpointError if `path` is not a readable JSON file."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error

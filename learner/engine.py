@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from anabranch.kernels.diagnostics import DiagnosticSums
 from anabranch.learner import deepspeed_shim, random_state
 from anabranch.learner.batch import TrainBatch
-from anabranch.learner.checkpoint import read_json
 from anabranch.learner.deepspeed_config import compute_dtype, deepspeed_json, uses_master_weights
 from anabranch.learner.deepspeed_files import read_as_data
 from anabranch.learner.distribute import init_ranks
@@ -32,6 +31,7 @@ from anabranch.learner.weights import PublishedWeights
 from anabranch.schemas.config import CorrectionSection, LearnerSection
 from anabranch.schemas.errors import AnabranchError, CheckpointError, ConfigError
 from anabranch.schemas.layout import Layout
+from anabranch.transport.files import read_json
 
 DEEPSPEED_FOLDER = "deepspeed"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -197,7 +197,7 @@ class LearnerEngine:
         Raises:
             CheckpointError: written by another number of ranks, stage or dtype; or a file cannot be read.
         """
-        saved = read_json(directory / "engine.json")
+        saved = read_json(directory / "engine.json", refuse=CheckpointError)
         for key, ours in self._identity().items():
             if saved.get(key) != ours:
                 raise CheckpointError(f"{directory} was written with {key} = {saved.get(key)}; this learner has {ours}")
@@ -205,9 +205,9 @@ class LearnerEngine:
             path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED_FOLDER)
         if path is None:
             raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
-        random_state.restore(read_json(directory / f"rng-{self._rank}.json"))
+        random_state.restore(read_json(directory / f"rng-{self._rank}.json", refuse=CheckpointError))
         self.step = int(saved["step"])
-        client_state: dict[str, Any] = read_json(directory / "client.json")
+        client_state: dict[str, Any] = read_json(directory / "client.json", refuse=CheckpointError)
         return client_state
 
     def _identity(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.schemas.errors import CheckpointError
-from anabranch.transport.files import write_atomically
+from anabranch.transport.files import read_json, write_atomically
 
 MEMORY_FILE = "learner.json"
 
@@ -23,16 +23,18 @@ class RunMemory:
         """Raises CheckpointError if the file is there and is not such a file."""
         self._path = directory / MEMORY_FILE
         self._state: dict[str, Any] = {}
+        self.epoch = 0
+        self._finished: dict[int, str] = {}
+        if not self._path.exists():
+            return
+        self._state = read_json(self._path, refuse=CheckpointError)
         try:
-            self._state = json.loads(self._path.read_bytes())
             self.epoch = int(self._state.get("epoch", 0))
-            finished = self._state.get("finished", {})
-            self._finished = {int(finished["step"]): str(finished["reason"])} if finished else {}
-        except FileNotFoundError:
-            self.epoch, self._finished = 0, {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if finished := self._state.get("finished"):
+                self._finished = {int(finished["step"]): str(finished["reason"])}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{self._path} cannot be read: {error!r}; move it away to go on from the checkpoint alone"
+                f"{self._path} is not what a learner wrote: {error!r}; move it away to go on from the checkpoint alone"
             ) from error
 
     def finished(self, step: int) -> str | None:

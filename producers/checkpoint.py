@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from anabranch.schemas.errors import ModelMismatchError
 from anabranch.schemas.layout import DTYPE_BYTES, Layout
+from anabranch.transport.files import read_json
 
 _DTYPES = {
     "BF16": "bf16", "F16": "f16", "F32": "f32", "F64": "f64", "F8_E4M3": "f8_e4m3", "F8_E5M2": "f8_e5m2",
@@ -78,21 +79,18 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
     return "the layouts differ"
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or {} if there is no such file. Raises ModelMismatchError if it is damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise ModelMismatchError(f"{path} is not readable JSON: {error}") from error
+    value = read_json(path, refuse=ModelMismatchError)
     if not isinstance(value, dict):
         raise ModelMismatchError(f"{path} is not a JSON object")
     return value
 
 
 def _index(model_dir: Path) -> dict[str, str]:
-    weight_map: dict[str, str] = read_json(model_dir / "model.safetensors.index.json").get("weight_map", {})
+    weight_map: dict[str, str] = read_object(model_dir / "model.safetensors.index.json").get("weight_map", {})
     return weight_map
 
 
@@ -106,7 +104,7 @@ def _files(model_dir: Path) -> list[Path]:
 
 
 def _ties_embeddings(model_dir: Path) -> bool:
-    config = read_json(model_dir / "config.json")
+    config = read_object(model_dir / "config.json")
     return bool(config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False)))
 
 

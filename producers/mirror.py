@@ -18,13 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.kernels.delta_codec import TensorChange
+from anabranch.kernels.delta_codec import UINT, TensorChange
 from anabranch.kernels.digest import tensor_digest
 from anabranch.producers.checkpoint import checkpoint_tensors
 from anabranch.schemas.errors import DeltaError, ModelMismatchError
 from anabranch.schemas.layout import DTYPE_BYTES, Layout, TensorSpec, root_digest
-
-_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class SharedMemory:
@@ -75,7 +73,7 @@ def map_shared(path: str, size_bytes: int, *, writable: bool = False) -> NDArray
 def tensor_bits(image: NDArray[np.uint8], spec: TensorSpec) -> NDArray[Any]:
     """The elements of tensor `spec` inside a flat image, as unsigned integers of the dtype's width [numel]."""
     raw = image[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
-    return raw.view(_UINT[DTYPE_BYTES[spec.dtype]])
+    return raw.view(UINT[DTYPE_BYTES[spec.dtype]])
 
 
 class Mirror:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from anabranch.producers.checkpoint import read_json
+from anabranch.producers.checkpoint import read_object
 from anabranch.schemas.config import ProducerSection
 from anabranch.schemas.errors import ConfigError, ModelMismatchError
 
@@ -117,5 +117,5 @@ def build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
 
 def stop_token_ids(model_dir: Path) -> list[int]:
     """End-of-sequence ids of generation_config.json: the tokenizer knows only one of them."""
-    ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
+    ids = read_object(model_dir / "generation_config.json").get("eos_token_id")
     return [] if ids is None else sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])})

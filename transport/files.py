@@ -6,8 +6,12 @@ the old content is still there.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from anabranch.schemas.errors import AnabranchError
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
@@ -24,6 +28,14 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def read_json(path: Path, *, refuse: type[AnabranchError]) -> Any:
+    """The JSON in `path`. Raises `refuse` if it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise refuse(f"{path} is not readable JSON: {error}") from error
 
 
 def sync_directory(folder: Path) -> None:
