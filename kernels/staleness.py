@@ -37,15 +37,6 @@ def rollout_ages(rollout: Rollout, now: PolicyVersion, forks: Forks) -> NDArray[
     return ages
 
 
-def token_ages(group: Group, now: PolicyVersion, forks: Forks) -> list[NDArray[np.int64]]:
-    """Age of every token of every rollout of `group`, one int64 [T] per rollout, in the group's order.
-
-    Raises:
-        TrajectoryError: a token is tagged with a version newer than `now`.
-    """
-    return [rollout_ages(rollout, now, forks) for rollout in group.rollouts]
-
-
 def queue_age(group: Group, now: PolicyVersion, forks: Forks) -> int:
     """Age of the newest policy that worked on `group`: the part of its tokens' age that was gained *in the queue*,
     between the group's last token and training. The rest of a token's age was gained *in flight*."""

@@ -24,7 +24,7 @@ Hub Redis (weights, permits, status):
     ab:{run}:producers         hash     producer id -> JSON status (region, version served, tokens/s, ...)
     ab:{run}:producers_seen    zset     producer id -> last report (Unix ms, the hub's clock)
     ab:{run}:learner           string   JSON status
-    ab:{run}:run               hash     started_ms, finished (reason) — producers and recorder end when it is set
+    ab:{run}:run               hash     finished (reason) — producers and recorder end when it is set
 """
 
 from __future__ import annotations

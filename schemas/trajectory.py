@@ -66,15 +66,6 @@ class Rollout:
     started_ms: int
     finished_ms: int
 
-    def token_versions(self) -> list[PolicyVersion]:
-        """The policy version of each token, length T."""
-        ends = [s.start for s in self.spans[1:]] + [len(self.token_ids)]
-        return [s.policy for s, end in zip(self.spans, ends, strict=True) for _ in range(end - s.start)]
-
-    @property
-    def oldest(self) -> PolicyVersion:
-        return min(s.policy for s in self.spans)
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -93,14 +84,6 @@ class Group:
     @property
     def rewards(self) -> NDArray[np.float64]:
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
-
-    @property
-    def oldest(self) -> PolicyVersion:
-        return min(r.oldest for r in self.rollouts)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(r.token_ids) for r in self.rollouts)
 
 
 def encode_group(group: Group) -> bytes:

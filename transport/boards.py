@@ -20,7 +20,7 @@ class RunBoard(Protocol):
     """All methods raise StreamUnavailableError when the hub cannot be reached. Times are the hub's clock."""
 
     def start(self) -> None:
-        """Learner: the run goes on (notes when it first did; takes back an earlier `finish`)."""
+        """Learner: the run goes on; takes back an earlier `finish`."""
         ...
 
     def finish(self, reason: str) -> None:
@@ -29,10 +29,6 @@ class RunBoard(Protocol):
 
     def finished(self) -> str | None:
         """The reason, or None while the run goes on."""
-        ...
-
-    def started_ms(self) -> int | None:
-        """When the run was first started (Unix ms)."""
         ...
 
     def report_learner(self, status: LearnerStatus) -> None: ...

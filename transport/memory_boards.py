@@ -24,15 +24,12 @@ class MemoryRunBoard:
     def __init__(self, *, clock_ms: ClockMs = wall_ms) -> None:
         self._clock_ms = clock_ms
         self._lock = threading.RLock()
-        self._started_ms: int | None = None
         self._finished: str | None = None
         self._learner: LearnerStatus | None = None
         self._producers: dict[str, tuple[float, ProducerStatus]] = {}
 
     def start(self) -> None:
         with self._lock:
-            if self._started_ms is None:
-                self._started_ms = int(self._clock_ms())
             self._finished = None
 
     def finish(self, reason: str) -> None:
@@ -42,9 +39,6 @@ class MemoryRunBoard:
 
     def finished(self) -> str | None:
         return self._finished
-
-    def started_ms(self) -> int | None:
-        return self._started_ms
 
     def report_learner(self, status: LearnerStatus) -> None:
         self._learner = status

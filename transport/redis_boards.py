@@ -27,14 +27,7 @@ class RedisRunBoard:
         self._producers = scripts.load(client, "board_producers")
 
     def start(self) -> None:
-        def call() -> None:
-            seconds, micros = self._client.time()
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.hsetnx(self._keys.run_state, "started_ms", seconds * 1000 + micros // 1000)
-                pipe.hdel(self._keys.run_state, "finished")
-                pipe.execute()
-
-        self._guard.repeat(call)
+        self._guard.repeat(lambda: self._client.hdel(self._keys.run_state, "finished"))
 
     def finish(self, reason: str) -> None:
         self._guard.repeat(lambda: self._client.hsetnx(self._keys.run_state, "finished", reason))
@@ -42,10 +35,6 @@ class RedisRunBoard:
     def finished(self) -> str | None:
         value: bytes | None = self._guard.repeat(lambda: self._client.hget(self._keys.run_state, "finished"))
         return None if value is None else value.decode()
-
-    def started_ms(self) -> int | None:
-        value: bytes | None = self._guard.repeat(lambda: self._client.hget(self._keys.run_state, "started_ms"))
-        return None if value is None else int(value)
 
     def report_learner(self, status: LearnerStatus) -> None:
         self._guard.repeat(lambda: self._client.set(self._keys.learner, status.model_dump_json()))

@@ -37,17 +37,13 @@ def producer(region: str = "eu", **more) -> ProducerStatus:
 
 def test_a_run_is_finished_once_and_a_new_start_takes_it_back(run_board):
     assert run_board.finished() is None
-    assert run_board.started_ms() is None
-    before_ms = int(time.time() * 1000)
     run_board.start()
-    started = run_board.started_ms()
-    assert before_ms - 1000 < started < before_ms + 10_000
+    assert run_board.finished() is None
     run_board.finish("100 steps done")
     run_board.finish("another reason")
     assert run_board.finished() == "100 steps done"
     run_board.start()
     assert run_board.finished() is None
-    assert run_board.started_ms() == started
 
 
 def test_the_newest_learner_status_is_shown(run_board):

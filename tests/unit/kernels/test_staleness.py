@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from anabranch.kernels.staleness import checked_age, queue_age, token_ages
+from anabranch.kernels.staleness import checked_age, queue_age, rollout_ages
 from anabranch.schemas.errors import TrajectoryError
 from anabranch.schemas.trajectory import Group, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
@@ -22,7 +22,7 @@ def group(*rollouts: Rollout) -> Group:
 def test_ages_follow_the_spans_of_each_rollout():
     swapped_twice = rollout(0, 6, [(1, 7, 0), (1, 8, 2), (1, 10, 5)])
     fresh = rollout(1, 2, [(1, 10, 0)])
-    ages = token_ages(group(swapped_twice, fresh), PolicyVersion(1, 10), {})
+    ages = [rollout_ages(r, PolicyVersion(1, 10), {}) for r in (swapped_twice, fresh)]
     assert [a.tolist() for a in ages] == [[3, 3, 2, 2, 2, 0], [0, 0]]
     assert all(a.dtype == np.int64 for a in ages)
 

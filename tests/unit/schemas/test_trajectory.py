@@ -56,20 +56,9 @@ def test_a_memoryview_is_as_good_as_bytes() -> None:
     assert same(decode_group(memoryview(payload)), decode_group(payload))
 
 
-def test_token_versions_expand_the_spans() -> None:
-    v0, v2 = PolicyVersion(1, 0), PolicyVersion(1, 2)
-    mixed = rollout(tokens=5, spans=(VersionSpan(v0, 0), VersionSpan(v2, 3)))
-    assert mixed.token_versions() == [v0, v0, v0, v2, v2]
-    assert mixed.oldest == v0
-
-
-def test_the_oldest_policy_of_a_group_is_that_of_its_oldest_token() -> None:
-    older = rollout(1, tokens=3, spans=(VersionSpan(PolicyVersion(2, 5), 0), VersionSpan(PolicyVersion(2, 6), 1)))
-    newer = rollout(0, spans=(VersionSpan(PolicyVersion(2, 7), 0),))
-    mixed = replace(group(), rollouts=(newer, older))
-    assert mixed.oldest == PolicyVersion(2, 5)
-    assert mixed.num_tokens == 5
-    assert mixed.rewards.tolist() == [1.0, 1.0]
+def test_rewards_are_in_the_order_of_the_rollouts() -> None:
+    mixed = replace(group(), rollouts=(rollout(1, reward=0.0), rollout(0, reward=1.0)))
+    assert mixed.rewards.tolist() == [0.0, 1.0]
 
 
 BAD_ROLLOUTS: dict[str, Callable[[Rollout], Rollout]] = {
