@@ -14,25 +14,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import structlog
-import xxhash
 
 from anabranch.producers.engine import EngineState, Finished, RolloutEngine
 from anabranch.producers.environments import Problem
+from anabranch.producers.evaluation import HeldOut
 from anabranch.producers.hub_link import HubLink
 from anabranch.producers.outbox import Outbox
+from anabranch.producers.prompts import Prompts, sample_seed
 from anabranch.producers.weight_follower import WeightFollower, changed_elements
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import AnabranchError, ConfigError, DeadlineError, DeltaError
 from anabranch.schemas.metrics import ProducerStatus
 from anabranch.schemas.trajectory import Group, Rollout
-from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.permits import Permit
 
 DRAIN_S = 5.0
+IDLE_S = 0.02  # between two looks for permits: short beside a rollout, long beside an idle turn's cost
 RATE_WINDOW_S = 10.0
 
 
@@ -45,16 +45,6 @@ class ProducerState(enum.Enum):
     DONE = "done"
 
 
-class Prompts(Protocol):
-    """The environment as the loop needs it: problems by index, their token ids, their score."""
-
-    def training(self, group_index: int) -> tuple[Problem, Sequence[int]]: ...
-
-    def heldout(self, index: int) -> tuple[Problem, Sequence[int]]: ...
-
-    def score(self, problem: Problem, text: str) -> float: ...
-
-
 @dataclass(slots=True)
 class _Running:
     permit: Permit
@@ -63,19 +53,6 @@ class _Running:
     started_ms: int
     started_s: float
     finished: dict[int, tuple[Finished, int]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Evaluation:
-    policy: PolicyVersion
-    shard: int
-    problems: dict[str, Problem]
-    rewards: dict[str, float] = field(default_factory=dict)
-
-
-def sample_seed(run_seed: int, kind: str, index: int, sample: int) -> int:
-    """The seed of one completion: a function of its place in the run, not of who samples it or when."""
-    return xxhash.xxh3_64_intdigest(f"{run_seed}/{kind}/{index}/{sample}".encode()) >> 1
 
 
 class RolloutLoop:
@@ -96,7 +73,7 @@ class RolloutLoop:
         self._outbox, self._config, self._producer, self._region = outbox, config, producer, region
         self._clock_ms = clock_ms
         self._running: dict[int, _Running] = {}
-        self._evaluation: _Evaluation | None = None
+        self._heldout = HeldOut(engine, prompts, link, config)
         self._draining_since: float | None = None
         self._rate: deque[tuple[float, int]] = deque()
         self._groups_done = self._swaps = 0
@@ -128,8 +105,7 @@ class RolloutLoop:
         self._send()
         if not self._engine.has_unfinished:
             self.state = self._idle_state()
-            self._follower.staged(wait_s=0.005)
-            time.sleep(0.002)
+            self._follower.staged(wait_s=IDLE_S)  # a permit may come at any moment, an update ends the wait
             return
         for finished in self._engine.step():
             self._take_finished(finished)
@@ -159,7 +135,7 @@ class RolloutLoop:
 
     def _swap_if_staged(self) -> None:
         staged = self._follower.staged()
-        if staged is None or self._evaluation is not None:
+        if staged is None or self._heldout.busy:
             return
         try:
             report = self._engine.swap(self._follower.mirror, staged.policy, staged.changed)
@@ -200,13 +176,14 @@ class RolloutLoop:
     def _start_groups(self) -> None:
         if self._draining_since is not None:
             return
-        self._start_evaluation()
+        if not self._heldout.busy and not self._running:
+            self._heldout.start_if_granted()
         config = self._config.producer
         full = len(self._outbox) > config.groups_in_flight
         free = 0 if full else config.groups_in_flight - len(self._running)
         reserve = max(1, config.groups_in_flight // 4)
         self._link.want(free + reserve if not full else 0, self._engine.policy)
-        if free <= 0 or self._evaluation is not None or self._link.evaluation_waits:
+        if free <= 0 or self._heldout.busy or self._link.evaluation_waits:
             return
         for permit in self._link.take(free):
             self._start(permit)
@@ -223,8 +200,7 @@ class RolloutLoop:
         self._rate.append((time.monotonic(), len(finished.token_ids)))
         while self._rate and time.monotonic() - self._rate[0][0] > RATE_WINDOW_S:
             self._rate.popleft()
-        if self._evaluation is not None and finished.request_id in self._evaluation.problems:
-            self._take_evaluated(self._evaluation, finished)
+        if self._heldout.take(finished):
             return
         index, _, sample = finished.request_id.partition(".")
         running = self._running.get(int(index))
@@ -267,30 +243,6 @@ class RolloutLoop:
                 for sample, (done, at_ms) in sorted(running.finished.items())
             ),
         )
-
-    def _start_evaluation(self) -> None:
-        if self._evaluation is not None or self._running:
-            return
-        granted = self._link.take_evaluation()
-        if granted is None:
-            return
-        policy, shard, shards = granted
-        problems: dict[str, Problem] = {}
-        for index in range(shard, self._config.task.heldout_size, shards):
-            problem, prompt_ids = self._prompts.heldout(index)
-            request = f"heldout.{index}"
-            problems[request] = problem
-            seed = sample_seed(self._config.run.seed, "heldout", index, 0)
-            self._engine.submit(request, prompt_ids, seed=seed, temperature=self._config.task.heldout_temperature)
-        self._evaluation = _Evaluation(policy, shard, problems)
-
-    def _take_evaluated(self, evaluation: _Evaluation, finished: Finished) -> None:
-        problem = evaluation.problems[finished.request_id]
-        evaluation.rewards[finished.request_id] = self._prompts.score(problem, finished.text)
-        if len(evaluation.rewards) == len(evaluation.problems):
-            rewards = [evaluation.rewards[r] for r in evaluation.problems]
-            self._link.post_evaluation(evaluation.policy, evaluation.shard, {"rewards": rewards})
-            self._evaluation = None
 
     def _drop_overdue(self) -> None:
         now, limit = time.monotonic(), self._config.producer.rollout_deadline_s
