@@ -45,7 +45,7 @@ def serve(version: int, state: dict[str, Any]) -> str:
 
 
 def sample(indices: range) -> list[Group]:
-    from anabranch.producers.rollout import sample_seed
+    from anabranch.producers.prompts import sample_seed
 
     engine, prompts = sampler["engine"], sampler["prompts"]
     problems = {index: prompts.training(index) for index in indices}
