@@ -103,8 +103,8 @@ class RolloutLoop:
         self._swap_if_staged()
         self._start_groups()
         self._send()
+        self.state = self._state_now()
         if not self._engine.has_unfinished:
-            self.state = self._idle_state()
             self._follower.staged(wait_s=IDLE_S)  # a permit may come at any moment, an update ends the wait
             return
         for finished in self._engine.step():
@@ -273,10 +273,14 @@ class RolloutLoop:
             )
         return True
 
-    def _idle_state(self) -> ProducerState:
+    def _state_now(self) -> ProducerState:
+        if self._draining_since is not None:
+            return ProducerState.DRAINING
         if self._engine.policy is None:
             return ProducerState.WAITING_FOR_WEIGHTS
-        return ProducerState.IDLE
+        if self._heldout.busy:
+            return ProducerState.EVALUATING
+        return ProducerState.SAMPLING if self._engine.has_unfinished else ProducerState.IDLE
 
     def _waiting_for(self) -> str:
         if self._engine.policy is None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from anabranch.producers.engine import EngineState
-from anabranch.producers.rollout import RolloutLoop
+from anabranch.producers.rollout import ProducerState, RolloutLoop
 from anabranch.producers.weight_follower import Staged
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import AnabranchError, DeltaError
@@ -33,6 +33,8 @@ class Follower:
 
 
 class Outbox:
+    error = ""
+
     def __len__(self) -> int:
         return 0
 
@@ -51,7 +53,12 @@ def loop_over(error: AnabranchError, state_after: EngineState) -> tuple[RolloutL
     engine.swap = swap
     follower = Follower()
     link: Any = SimpleNamespace(
-        want=lambda *_: None, take=lambda _: [], take_evaluation=lambda: None, evaluation_waits=False
+        want=lambda *_: None,
+        take=lambda _: [],
+        take_evaluation=lambda: None,
+        evaluation_waits=False,
+        error="",
+        lost=lambda: set(),
     )
     loop = RolloutLoop(
         cast(Any, engine),
@@ -78,3 +85,13 @@ def test_an_engine_that_broke_in_a_swap_ends_the_producer() -> None:
     with pytest.raises(AnabranchError, match="failed while writing"):
         loop.turn()
     assert not follower.rejected
+
+
+def test_its_state_says_whether_it_samples_or_idles() -> None:
+    loop, _ = loop_over(DeltaError("refused"), EngineState.SERVING)
+    loop.turn()
+    assert (loop.state, loop.status().waiting_for) == (ProducerState.IDLE, "permits")
+    loop._engine.has_unfinished = True  # type: ignore[misc]
+    loop._engine.step = lambda: []  # type: ignore[method-assign]
+    loop.turn()
+    assert (loop.state, loop.status().waiting_for) == (ProducerState.SAMPLING, "")
