@@ -4,7 +4,8 @@ Invariant: when a child's leader has ended, its whole process group has been kil
 given back (the zombie keeps it reserved until then), so nothing of a child outlives it and nothing else is hit.
 Held by tests/process/test_supervisor.py.
 
-    NEW -> RUNNING -> ENDED                         exit 0, and the policy does not restart that
+    NEW -> RUNNING -> ENDED                         exit 0, and the policy does not restart that (from
+              |                                   there to BACKOFF, where the run still needs it)
               |  \\--> FAILED                        exit 2 or 78, or the restart budget is used up
               |  \\--> BACKOFF -> RUNNING            any other exit
               \\-----> STOPPING -> STOPPED           asked to stop (also from BACKOFF, at once)
@@ -52,7 +53,7 @@ class Restart(StrEnum):
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """`env` is added to the supervisor's common environment. `completes_run`: its exit 0 is the end of the run.
-    `ends_itself`: given time to end by itself after that. Lower `stop_order` is stopped first. Standard output goes
+    `ends_itself`: given time to end by itself after that, and started again if it ends before. Lower `stop_order` is stopped first. Standard output goes
     to `stdout` where given, else to the log with standard error. A child that has sent sd_notify messages and then sends
     none for `watchdog_s` is killed and restarted."""
 
@@ -153,6 +154,11 @@ class Child:
         elif self.state is ChildState.RUNNING:
             self._watch()
 
+    def ended_too_soon(self) -> None:
+        """It exited 0, but is still needed: start it again, within the budget."""
+        assert self.state is ChildState.ENDED
+        self._back_off()
+
     def terminate(self) -> None:
         """SIGTERM to the leader, which knows how to end its own children."""
         if self._process is None:
@@ -223,16 +229,19 @@ class Child:
         elif self.spec.restart is Restart.NEVER:
             self._fail(self.last_exit)
         else:
-            now = time.monotonic()
-            while self._restart_times and now - self._restart_times[0] > self._limits.window_s:
-                self._restart_times.popleft()
-            recent = len(self._restart_times)
-            if recent >= self._limits.budget:
-                self._fail(f"{self.last_exit}, and {recent} restarts within {self._limits.window_s:.0f} s did not help")
-                return
-            self._restart_times.append(now)
-            self._due = now + min(self._limits.backoff_cap_s, self._limits.backoff_s * 2**recent)
-            self.state = ChildState.BACKOFF
+            self._back_off()
+
+    def _back_off(self) -> None:
+        now = time.monotonic()
+        while self._restart_times and now - self._restart_times[0] > self._limits.window_s:
+            self._restart_times.popleft()
+        recent = len(self._restart_times)
+        if recent >= self._limits.budget:
+            self._fail(f"{self.last_exit}, and {recent} restarts within {self._limits.window_s:.0f} s did not help")
+            return
+        self._restart_times.append(now)
+        self._due = now + min(self._limits.backoff_cap_s, self._limits.backoff_s * 2**recent)
+        self.state = ChildState.BACKOFF
 
     def _fail(self, reason: str) -> None:
         self.state = ChildState.FAILED

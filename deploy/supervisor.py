@@ -65,7 +65,8 @@ class Supervisor:
         limits: restart budget and backoff.
         stop_deadline_s: from SIGTERM to SIGKILL.
         finish_grace_s: how long children with `ends_itself` may take after the run is complete.
-        is_complete: asked when a child with `completes_run` has exited 0: it may only have been told to stop.
+        is_complete: asked when a child with `completes_run` or `ends_itself` has exited 0: the first may only have been
+            told to stop, and the second is still needed then.
         between: called once while stopping, after the children of the lowest stop order and before the others.
         tick: called about every `tick_s`, also while stopping; must not block for long.
         hold_fds: descriptors that the janitor keeps open too.
@@ -189,7 +190,10 @@ class Supervisor:
         """One round: signals, exits and restarts, the tick, a short sleep."""
         self.cleanup.check()
         for child in self.children:
+            before = child.state
             child.poll()
+            if child.state is ChildState.ENDED is not before and child.spec.ends_itself and not self._is_complete():
+                child.ended_too_soon()
         if self._signals:
             name = signal.Signals(self._signals[0]).name
             return Outcome(End.INTERRUPTED, f"interrupted by {name}", 128 + self._signals[0])

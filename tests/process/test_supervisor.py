@@ -81,6 +81,29 @@ def test_a_child_that_ends_itself_gets_its_time_before_it_is_told_to(tmp_path: P
     assert flag.exists()
 
 
+def test_a_child_that_ends_itself_before_the_run_is_complete_is_started_again(tmp_path: Path) -> None:
+    """A producer that somebody told to stop would be missed for ever."""
+    starts, done = tmp_path / "starts", tmp_path / "done"
+    once = python("import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(0.1)", str(starts))
+    main = python(
+        """
+        import os, sys, time
+        while not os.path.exists(sys.argv[1]) or os.path.getsize(sys.argv[1]) < 2:
+            time.sleep(0.02)
+        open(sys.argv[2], "w").close()
+        """,
+        str(starts), str(done),
+    )  # fmt: skip
+    with Supervisor(
+        tmp_path / "logs", environment=ENVIRONMENT, limits=QUICK, finish_grace_s=2, tick_s=0.02, is_complete=done.exists
+    ) as it:
+        it.add(ChildSpec("producer", once, ends_itself=True))
+        it.add(ChildSpec("learner", main, completes_run=True))
+        outcome = it.run()
+    assert outcome.end is End.COMPLETED
+    assert it.children[0].restarts >= 1
+
+
 def test_clients_are_stopped_before_servers(tmp_path: Path) -> None:
     order = tmp_path / "order"
     note = """
