@@ -117,7 +117,9 @@ def build_model(shape: TinyShape, seed: int) -> Any:
 def save_checkpoint(model: Any, folder: Path) -> None:
     """Write `model`, rounded to bf16, and the tokenizer into `folder`."""
     from transformers import GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     # vLLM takes sampling defaults from this file: it must hold none.

@@ -5,9 +5,12 @@ probability of a right answer at its end is at most `start_reward`, measured on 
 tests/unit/learner/test_tiny_model.py.
 
 What is special here, and why. RL from nothing would take hours: the warm start gives the model most of what there is
-to know about the task. It would leave little to see, so its output head is then scaled down (a softmax temperature put
-into the weights) until an answer sampled at temperature 1 is right with probability `start_reward`. RL begins with a
-policy that knows more than it shows, has to become sure where it is right, and then to learn what it did not know.
+to know about the task. That would leave little to see, so the output head is then scaled down (a softmax temperature
+put into the weights) until an answer sampled at temperature 1 is right with probability `start_reward`. RL begins with
+a policy that knows more than it shows: it has to become sure where it is right, then to learn what it did not know.
+Adam moves every weight by about the learning rate a step, however small the weight is; `head_gain` moves scale from the
+head to the norm before it (the same function), so that the head comes back in tens of steps at a rate that is gentle to
+everything else.
 """
 
 from __future__ import annotations
@@ -35,14 +38,17 @@ IGNORED = -100
 class WarmStart:
     """Chosen on the `tiny` preset's task, see deploy/presets/tiny.toml."""
 
-    steps: int = 240
+    fall_below: float = 0.35  # smoothed loss at which the rates begin to fall: the model has understood carrying
+    fall_steps: int = 90  # then both rates fall linearly to 0
+    max_steps: int = 400  # they begin to fall early enough to end here in any case
     batch: int = 128  # examples of one step, each seen once
     lr_matrices: float = 1e-2  # Muon, for the matrices between embedding and head
     lr_others: float = 3e-3  # AdamW, for embedding, head and norms
     warmup_steps: int = 20
-    decay_from: float = 0.65  # share of the steps after which both rates fall linearly to 0
+    loss_smoothing: float = 0.1
     grad_clip: float = 1.0
-    start_reward: float = 0.42  # what the sampled policy should begin RL with
+    start_reward: float = 0.40  # what the sampled policy should begin RL with
+    head_gain: float = 16.0  # a power of two, so that it is exact in bf16
     measured_on: int = 1000  # problems after the last trained one
     report_every: int = 20
 
@@ -51,16 +57,17 @@ def warm_start(model: Any, examples: Examples, recipe: WarmStart, *, pad_id: int
     """Train `model` (float32, in place) on `examples`, then flatten it; returns the mean probability of a right answer.
 
     Args:
-        examples: problem `i`; the first steps·batch are trained on, the next `measured_on` measured on.
+        examples: problem `i`; in order, each once, the last `measured_on` only to measure.
         report: called with a line of progress now and then.
     """
     model.train()
     matrices, others = _split(model)
     muon = Muon(matrices, lr=recipe.lr_matrices)
     adamw = torch.optim.AdamW(others, lr=recipe.lr_others, betas=(0.9, 0.95), weight_decay=0.0)
-    began = time.monotonic()
-    for step in range(recipe.steps):
-        factor = _schedule(step, recipe)
+    began, smoothed = time.monotonic(), math.inf
+    step, end = 0, recipe.max_steps
+    while step < end:
+        factor = min(1.0, (step + 1) / recipe.warmup_steps, (end - step) / recipe.fall_steps)
         muon.lr, adamw.param_groups[0]["lr"] = recipe.lr_matrices * factor, recipe.lr_others * factor
         batch = [examples(step * recipe.batch + i) for i in range(recipe.batch)]
         loss = _answer_loss(model, batch, pad_id)
@@ -69,25 +76,27 @@ def warm_start(model: Any, examples: Examples, recipe: WarmStart, *, pad_id: int
         nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
         muon.step()
         adamw.step()
-        if (step + 1) % recipe.report_every == 0:
-            seconds = time.monotonic() - began
-            left = seconds / (step + 1) * (recipe.steps - step - 1)
-            report(f"warm start {step + 1}/{recipe.steps}, loss {loss.item():.2f}, about {left:.0f} s left")
+        step += 1
+        value = loss.item()
+        smoothed = value if step == 1 else smoothed + recipe.loss_smoothing * (value - smoothed)
+        if smoothed <= recipe.fall_below:
+            end = min(end, step + recipe.fall_steps)
+        if step % recipe.report_every == 0:
+            report(f"warm start step {step}, loss {smoothed:.2f}, {time.monotonic() - began:.0f} s")
     model.eval()
-    first_unseen = recipe.steps * recipe.batch
-    probability, scale = flatten_policy(
-        model, [examples(first_unseen + i) for i in range(recipe.measured_on)], recipe.start_reward, pad_id=pad_id
-    )
-    report(
-        f"warm start done: a sampled answer is right with probability {probability:.3f} (head scaled by {scale:.3f})"
-    )
-    return probability
+    unseen = [examples(step * recipe.batch + i) for i in range(recipe.measured_on)]
+    before, after = flatten_policy(model, unseen, recipe.start_reward, pad_id=pad_id)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.div_(recipe.head_gain)
+        model.model.norm.weight.mul_(recipe.head_gain)
+    report(f"warm start done: a sampled answer was right with probability {before:.3f}, flattened to {after:.3f}")
+    return after
 
 
 @torch.no_grad()
 def flatten_policy(model: Any, unseen: Sequence[Example], start_reward: float, *, pad_id: int) -> tuple[float, float]:
     """Scale the output head by a factor ≤ 1, in place, so that the mean probability of a right answer to `unseen` at
-    temperature 1 is `start_reward`, or what it was if that is less. Returns the probability and the factor.
+    temperature 1 is `start_reward`, or what it was if that is less. Returns the probability before and after.
 
     The probability of an answer is the product over its tokens, end-of-sequence included: no sampling, no noise.
     """
@@ -98,13 +107,14 @@ def flatten_policy(model: Any, unseen: Sequence[Example], start_reward: float, *
         return float(torch.zeros(len(unseen)).index_add_(0, rows, chosen).exp().mean())
 
     low, high = 0.01, 1.0
-    if probability(high) <= start_reward:
-        return probability(high), high
+    before = probability(high)
+    if before <= start_reward:
+        return before, before
     for _ in range(40):  # bisection, to the last digit that matters
         middle = math.sqrt(low * high)
         low, high = (middle, high) if probability(middle) <= start_reward else (low, middle)
     model.get_output_embeddings().weight.mul_(low)
-    return probability(low), low
+    return before, probability(low)
 
 
 def _split(model: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -113,12 +123,6 @@ def _split(model: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
     inner = {id(p) for p in matrices}
     return matrices, [p for p in model.parameters() if id(p) not in inner]
-
-
-def _schedule(step: int, recipe: WarmStart) -> float:
-    rise = min(1.0, (step + 1) / recipe.warmup_steps)
-    fall = min(1.0, (1 - step / recipe.steps) / (1 - recipe.decay_from))
-    return rise * fall
 
 
 def _answer_loss(model: Any, batch: Sequence[Example], pad_id: int) -> Tensor:
