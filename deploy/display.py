@@ -20,6 +20,7 @@ from anabranch.deploy.history import History
 from anabranch.schemas.metrics import LearnerStatus, ProducerStatus, StepRecord
 
 STALE_S = 20.0  # a status older than this is an alarm: processes refresh theirs every few seconds
+FIRST_STEP_S = 180.0  # nobody knows yet how long a step takes
 _AGE_ROWS = 4
 _PRODUCER_ROWS = 10
 _GOOD, _WARN, _DIM, _HEAD = "bright_blue", "bold orange1", "dim", "bold"
@@ -72,13 +73,21 @@ def render(view: RunView, *, width: int = 100) -> RenderableType:
     )
 
 
+def _learner_may_be_silent_s(view: RunView) -> float:
+    """The learner reports between its acts: how long is a step, so long may it be silent in one, and again as long."""
+    last = view.history.last
+    if view.learner is None or view.learner.state != "stepping":
+        return STALE_S
+    return max(STALE_S, 2 * last.step_s) if last else FIRST_STEP_S
+
+
 def alarms(view: RunView) -> list[str]:
     """What a person should look at, most urgent first; pure, used by the JSON mode too. Two texts that differ in their
     numbers only are the same alarm."""
     found = [f"{c.name} is {c.state}: {c.last_exit}" for c in view.children if c.state in ("backoff", "failed")]
     if view.stopping:  # silence is what was asked for
         return found
-    if view.learner and view.now_ms - view.learner.updated_ms > STALE_S * 1000:
+    if view.learner and view.now_ms - view.learner.updated_ms > _learner_may_be_silent_s(view) * 1000:
         found.append(f"learner silent for {(view.now_ms - view.learner.updated_ms) / 1000:.0f} s")
     for name, status in view.producers.items():
         if view.now_ms - status.updated_ms > STALE_S * 1000:

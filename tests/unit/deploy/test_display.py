@@ -116,6 +116,18 @@ def test_alarms_name_who_and_why(view: RunView, step_record: Callable[..., StepR
     assert "! alarm recorder is backoff" in "\n".join(screen(view, 100))
 
 
+@pytest.mark.parametrize(("state", "silent_s", "alarmed"), [
+    ("stepping", 55, False), ("stepping", 65, True), ("waiting for a batch", 55, True),
+])  # fmt: skip
+def test_a_learner_may_be_silent_for_as_long_as_its_steps_take(
+    view: RunView, step_record: Callable[..., StepRecord], state: str, silent_s: int, alarmed: bool
+) -> None:
+    view.history.add(step_record(41, step_s=30.0))
+    assert view.learner is not None
+    view.learner = view.learner.model_copy(update={"state": state, "updated_ms": NOW_MS - 1000 * silent_s})
+    assert any("learner silent" in alarm for alarm in alarms(view)) == alarmed
+
+
 @pytest.mark.parametrize(
     ("values", "width", "expected"),
     [
