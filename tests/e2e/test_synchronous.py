@@ -1,4 +1,8 @@
-"""`max_age = 0` is the synchronous run, bit for bit: real processes against a loop without Redis, permits or channel."""
+"""`max_age = 0` is the synchronous run, bit for bit: real processes against a loop without Redis, permits or channel.
+
+After every swap the producer compares the live engine's weights, mapped back to checkpoint names, with the digest that
+the learner published (`verify_every_updates = 1`): it would end with an error if they differed.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,7 @@ max_model_len = 96
 max_num_seqs = 48
 kv_cache_bytes = 33554432
 groups_in_flight = 6
+verify_every_updates = 1
 [learner]
 steps = {steps}
 groups_per_step = 6
