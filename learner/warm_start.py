@@ -8,6 +8,8 @@ What is special here, and why. RL from nothing would take hours: the warm start 
 to know about the task. That would leave little to see, so the output head is then scaled down (a softmax temperature
 put into the weights) until an answer sampled at temperature 1 is right with probability `start_reward`. RL begins with
 a policy that knows more than it shows: it has to become sure where it is right, then to learn what it did not know.
+Most of the gain in reward is therefore sharpening. Stopping the supervised phase early, at the same reward, would be
+the plainer way; measured, RL then gained 0.1 to 0.2 in 80 to 100 steps instead of 0.5 in 40.
 Adam moves every weight by about the learning rate a step, however small the weight is; `head_gain` moves scale from the
 head to the norm before it (the same function), so that the head comes back in tens of steps at a rate that is gentle to
 everything else.
