@@ -37,6 +37,12 @@ def bench_loop(*, preset: str, steps: int) -> dict[str, Any]:
 
 
 def preset_config(preset: str) -> RunConfig:
-    """The configuration of `preset`, with `model.path` in the cache, where a demo has made the model."""
-    path = cache_directory(os.environ) / "models" / preset
-    return resolve(DemoOptions(preset=preset), [f"model.path={path}"])
+    """The configuration of `preset`, with `model.path` naming its model, which is made if it is not in the cache yet.
+
+    Raises AnabranchError if it cannot be made; the reason is on stderr.
+    """
+    target = cache_directory(os.environ) / "models" / preset
+    made = subprocess.run(program("model", preset, "--out", str(target)), stdout=subprocess.PIPE, text=True)
+    if made.returncode:
+        raise AnabranchError(f"the model of preset {preset} could not be made (exit {made.returncode})")
+    return resolve(DemoOptions(preset=preset), [f"model.path={json.dumps(made.stdout.strip().splitlines()[-1])}"])

@@ -171,7 +171,10 @@ class _Demo:
         self._monitor.phase("making the model")
         out = self._directory / "logs" / "model.out"
         target = self._cache / "models" / self._options.preset
-        argv = topology.program("model", self._options.preset, "--out", str(target))
+        # The warm start must know the task as it is: its problems keep clear of the held-out ones.
+        task = [word for o in self._overrides if o.startswith("task.") for word in ("--set", o)]
+        file = ["--config", str(self._options.config)] if self._options.config else []
+        argv = topology.program("model", self._options.preset, "--out", str(target), *file, *task)
         child = self._supervisor.add(ChildSpec("model", argv, restart=Restart.NEVER, stdout=out))
         outcome = self._supervisor.run_to_end(child, deadline_s=MODEL_DEADLINE_S)
         if outcome is not None:

@@ -28,7 +28,7 @@ import os, sys, time
 from pathlib import Path
 kind, *words = sys.argv[1:]
 if kind == "model":
-    print("step 1 of 2", file=sys.stderr)
+    print("step 1 of 2", *words, file=sys.stderr)
     print(words[words.index("--out") + 1])
     sys.exit(0)
 from anabranch.schemas.config import load_config
@@ -170,7 +170,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
 
 
 def test_a_whole_run(demo: Demo) -> None:
-    process = demo.start(step_s=0.2)
+    process = demo.start("--set", "task.heldout_size=40", step_s=0.2)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
@@ -191,10 +191,13 @@ def test_a_whole_run(demo: Demo) -> None:
     assert (summary["completed"], summary["steps"], summary["swap_pause_ms_median"]) == (True, 10, 5.0)
     assert summary["ledger"] == {r: {"produced": 0, "pending": 0, "fates": {}} for r in ("east", "west")}
     assert set(summary["restarts"].values()) == {0}
+    assert "--set task.heldout_size=40" in (demo.run_dir / "logs/model.log").read_text(), (
+        "the warm start knows the task"
+    )
     assert (demo.run_dir / "recorded").exists(), "the recorder was given time to end by itself"
     assert not (demo.run_dir / "redis").exists()
     demo.assert_nothing_is_left()
-    again = demo.start()
+    again = demo.start("--set", "task.heldout_size=40")
     out, err = again.communicate(timeout=30)
     assert again.returncode == 0
     assert json.loads(out)["heldout_after"] == 0.5
