@@ -17,6 +17,7 @@ from anabranch.producers.checkpoint import read_object
 from anabranch.schemas.config import ProducerSection
 from anabranch.schemas.errors import ConfigError, ModelMismatchError
 
+PRELOAD_VARIABLE = "LD_PRELOAD"
 CACHE_VARIABLE = "ANABRANCH_CACHE_DIR"
 EXTENSION = "anabranch.producers.worker_extension.AnabranchWorkerExtension"
 
@@ -108,11 +109,19 @@ def build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+    preload = os.environ.get(PRELOAD_VARIABLE)
     try:
         return LLMEngine.from_engine_args(arguments)
     except (ValueError, KeyError) as error:  # of its configuration checks and weight loader
         kind = ModelMismatchError if "no module or parameter named" in str(error) else ConfigError
         raise kind(f"vLLM cannot serve {model_dir}: {error}") from error
+    finally:
+        # vLLM sets it for its own workers, which run by now; every later child of this process would inherit it, and the
+        # loader splits it at spaces: an environment in a folder with a space in its name breaks it.
+        if preload is None:
+            os.environ.pop(PRELOAD_VARIABLE, None)
+        else:
+            os.environ[PRELOAD_VARIABLE] = preload
 
 
 def stop_token_ids(model_dir: Path) -> list[int]:

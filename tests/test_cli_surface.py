@@ -217,13 +217,12 @@ def test_shell_completion_is_printed(shell: str, check: str, tmp_path: Path, cap
 def test_a_reader_that_goes_away_is_no_error(argv: list[str]) -> None:
     """`anabranch config | head -1`"""
     command = [sys.executable, "-I", "-m", "anabranch.cli.main", *argv]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(30) == 0
-    assert process.stderr is not None
-    assert process.stderr.read() == b""
-    process.stderr.close()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(30) == 0
+        assert process.stderr.read() == b""
 
 
 def test_a_bug_is_70_with_its_traceback(monkeypatch, capsys) -> None:

@@ -22,6 +22,10 @@ def test_it_reports_to_nobody_and_loads_no_plugins() -> None:
     assert envs.VLLM_ENABLE_V1_MULTIPROCESSING is False
 
 
+def test_children_of_the_process_inherit_no_preloaded_libraries() -> None:
+    assert "LD_PRELOAD" not in os.environ
+
+
 @pytest.mark.parametrize("variable", ["VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE"])
 def test_too_late_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     configure_environment(ProducerSection())  # again: nothing to change
