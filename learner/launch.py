@@ -12,11 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from anabranch.learner.distribute import RENDEZVOUS_FILE
 from anabranch.transport.runtime import bound_to_parent
@@ -25,7 +23,7 @@ from anabranch.transport.runtime import bound_to_parent
 def launch_ranks(world_size: int, argv: Sequence[str] | None = None, *, grace_s: float = 30.0) -> int:
     """Run `argv` (default: the command line of this process) once per rank, and wait for all.
 
-    The ranks meet through a file in a private folder and talk over loopback; they die with this process. SIGTERM and
+    The ranks meet through a file that has no name and talk over loopback; they die with this process. SIGTERM and
     SIGINT are passed on to rank 0, which ends the others (under systemd use KillMode=mixed, or rank 0 gets the signal
     twice). If a rank fails, or rank 0 has ended, the others get `grace_s` seconds and are killed.
 
@@ -33,28 +31,31 @@ def launch_ranks(world_size: int, argv: Sequence[str] | None = None, *, grace_s:
         0 if no rank failed (one that outlives rank 0 by `grace_s` has nothing left to do), else the exit code of the first that did not (128 + signal if it was killed).
     """
     command = list(argv) if argv is not None else [sys.executable, *sys.orig_argv[1:]]
-    with tempfile.TemporaryDirectory(prefix="anabranch-ranks-") as folder:
-        shared = {
-            "WORLD_SIZE": str(world_size),
-            RENDEZVOUS_FILE: str(Path(folder) / "store"),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        ranks = [
+    # A file without a name in any file system: whatever ends this process, nothing of it is left.
+    store = os.memfd_create("anabranch-ranks")
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        RENDEZVOUS_FILE: f"/proc/{os.getpid()}/fd/{store}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world_size):
             # Own sessions: Ctrl-C in a terminal goes to a whole process group, and would reach rank 0 twice.
-            subprocess.Popen(
-                bound_to_parent(command),
-                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                start_new_session=True,
+            ranks.append(
+                subprocess.Popen(
+                    bound_to_parent(command),
+                    env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    start_new_session=True,
+                )
             )
-            for rank in range(world_size)
-        ]
-        try:
-            with _passing_signals_to(ranks[0]):
-                return _wait_for(ranks, grace_s)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        with _passing_signals_to(ranks[0]):
+            return _wait_for(ranks, grace_s)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        os.close(store)
 
 
 def _wait_for(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> int:

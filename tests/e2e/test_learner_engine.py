@@ -133,8 +133,11 @@ def test_when_a_rank_fails_the_others_end_and_its_exit_code_is_ours(tmp_path: Pa
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path):
     code = "import sys; from anabranch.learner.launch import launch_ranks; launch_ranks(2, sys.argv[1:])"
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     launcher = subprocess.Popen(
-        [sys.executable, "-I", "-c", code, *command(tmp_path / "job.json", what="hang", out=str(tmp_path))]
+        [sys.executable, "-I", "-c", code, *command(tmp_path / "job.json", what="hang", out=str(tmp_path))],
+        env=os.environ | {"TMPDIR": str(temporary)},
     )
     pids = [int(_read_when_there(tmp_path / f"pid-{rank}")) for rank in range(2)]
     launcher.kill()
@@ -143,6 +146,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path):
     while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.05)
+    assert list(temporary.iterdir()) == [], "nor does a file"
 
 
 def test_a_stop_signal_reaches_rank_0(tmp_path: Path):
