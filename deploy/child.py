@@ -19,7 +19,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -161,23 +161,20 @@ class Child:
 
     def terminate(self) -> None:
         """SIGTERM to the leader, which knows how to end its own children."""
-        if self._process is None:
-            if not self.over:
-                self.state = ChildState.STOPPED
-            return
-        self.state = ChildState.STOPPING
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGTERM)
+        self._stop_with(lambda pid: os.kill(pid, signal.SIGTERM))
 
     def kill(self) -> None:
         """SIGKILL to the whole group."""
+        self._stop_with(lambda pid: os.killpg(pid, signal.SIGKILL))
+
+    def _stop_with(self, send: Callable[[int], None]) -> None:
         if self._process is None:
             if not self.over:
                 self.state = ChildState.STOPPED
             return
         self.state = ChildState.STOPPING
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            send(self._process.pid)
 
     def log_tail(self, lines: int = 15) -> list[str]:
         """The last non-empty log lines of the latest start."""
