@@ -34,7 +34,7 @@ from anabranch.schemas.errors import (
     UsageError,
 )
 from anabranch.transport.boards import RunBoard
-from anabranch.transport.files import write_atomically
+from anabranch.transport.files import read_config_text, write_atomically
 from anabranch.transport.metrics_log import METRICS_FILE
 from anabranch.transport.redact import redact_text
 from anabranch.transport.redis_client import connect
@@ -85,14 +85,12 @@ def demo(options: DemoOptions) -> int:
 def resolve(options: DemoOptions, overrides: list[str]) -> RunConfig:
     """Preset < file < environment < --set. Raises ConfigError."""
     preset = (Path(__file__).resolve().parent / "presets" / f"{options.preset}.toml").read_text(encoding="utf-8")
-    text = ""
-    if options.config is not None:
-        try:
-            text = options.config.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read --config {options.config}: {error}") from error
     config = load_config(
-        text, source=str(options.config or "configuration"), beneath=preset, environ=os.environ, overrides=overrides
+        read_config_text(options.config),
+        source=str(options.config or "configuration"),
+        beneath=preset,
+        environ=os.environ,
+        overrides=overrides,
     )
     for region in config.regions:
         if region != region.lower() or "__" in region:

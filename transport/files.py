@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from anabranch.schemas.errors import AnabranchError
+from anabranch.schemas.errors import AnabranchError, ConfigError
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
@@ -36,6 +36,16 @@ def read_json(path: Path, *, refuse: type[AnabranchError]) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise refuse(f"{path} is not readable JSON: {error}") from error
+
+
+def read_config_text(path: Path | None) -> str:
+    """The text of a configuration file, "" for None. Raises ConfigError if it cannot be read."""
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --config {path}: {error}") from error
 
 
 def sync_directory(folder: Path) -> None:

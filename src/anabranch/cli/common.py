@@ -18,8 +18,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30, width=100)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", type=Path, help="TOML file; see `anabranch config`")
+def add_config_arguments(parser: argparse.ArgumentParser, *, file: str = "TOML file; see `anabranch config`") -> None:
+    """`--config`, described by `file`, and `--set`."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help=file)
     parser.add_argument(
         "--set",
         metavar="A.B=C",
@@ -33,16 +34,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def config_from(args: argparse.Namespace, *, beneath: str = "") -> RunConfig:
     """`beneath`: TOML text that the file overrides (a preset). Raises ConfigError if the file cannot be read or the configuration is not valid."""
     from anabranch.schemas.config import load_config
-    from anabranch.schemas.errors import ConfigError
+    from anabranch.transport.files import read_config_text
 
-    text = ""
-    if args.config is not None:
-        try:
-            text = args.config.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read --config {args.config}: {error}") from error
     return load_config(
-        text,
+        read_config_text(args.config),
         source=str(args.config or "configuration"),
         beneath=beneath,
         environ=os.environ,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from anabranch.cli.common import HelpFormatter
+from anabranch.cli.common import HelpFormatter, add_config_arguments
 
 PRESETS = ("tiny", "smollm2")
 
@@ -32,15 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps; short for --set learner.steps=N")
     parser.add_argument("--producers", type=int, metavar="N", default=1, help="producers in each region (default 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="short for --set run.seed=N")
-    parser.add_argument("--config", metavar="FILE", type=Path, help="TOML file laid over the preset")
-    parser.add_argument(
-        "--set",
-        metavar="A.B=C",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one key, may be repeated (wins over ANABRANCH__A__B, which wins over the file)",
-    )
+    add_config_arguments(parser, file="TOML file laid over the preset")
     parser.add_argument(
         "--keep-redis", action="store_true", help="keep the Valkey data in the run directory after a completed run"
     )
