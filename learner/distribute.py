@@ -28,13 +28,13 @@ def init_ranks(rank: int, world_size: int, *, device: str, deadline_s: float) ->
     Raises:
         ConfigError: this process is in a process group of another size.
     """
+    os.environ.setdefault("LOCAL_RANK", str(rank))  # DeepSpeed reads it
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise ConfigError(
                 f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, not {rank} of {world_size}"
             )
         return
-    os.environ.setdefault("LOCAL_RANK", str(rank))  # DeepSpeed reads it
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=deadline_s)
     if world_size == 1:

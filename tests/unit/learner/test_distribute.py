@@ -1,3 +1,4 @@
+import os
 from typing import Any, cast
 
 import pytest
@@ -41,3 +42,11 @@ def test_a_rank_that_is_gone_does_not_hide_why_rank_0_ends(monkeypatch: pytest.M
 
     monkeypatch.setattr("anabranch.learner.collective.broadcast_bytes", gone)
     CollectiveEngine(cast(Any, None), world_size=2).stop()
+
+
+def test_a_process_group_that_is_there_already_still_gets_what_deepspeed_reads(monkeypatch):
+    """vLLM may have made the group in this process, without LOCAL_RANK."""
+    init_ranks(0, 1, device="cpu", deadline_s=10)
+    monkeypatch.delenv("LOCAL_RANK")
+    init_ranks(0, 1, device="cpu", deadline_s=10)
+    assert os.environ["LOCAL_RANK"] == "0"
