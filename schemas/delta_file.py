@@ -1,0 +1,152 @@
+"""The header of a delta file: which two states it joins, over which tensors, and in which chunks.
+
+Invariant: a header that `DeltaHeader.unpack` returns is the one that was packed (its digest was checked first), and its
+parts agree: the manifest's layout hash, sizes and counts are those of the layout, the changed elements and the stages
+add up. Nothing is unpacked beyond what the size of the file allows. Held by tests/unit/schemas/test_delta_file.py.
+
+A delta file holds little-endian, without padding
+
+    0   8 bytes   magic "ABDELTA1"
+    8   u32       size of the header frame in bytes
+    12  16 bytes  xxh3-128 (canonical, big-endian) of bytes 0..12 followed by the header frame
+    28            header: one zstd frame of JSON with `manifest`, `layout`, `changed`, `stages`
+    then          the chunks, in the manifest's order, back to back, to the end of the file
+
+`layout` is a list of [name, dtype, shape] sorted by name, `changed` one count of changed elements per tensor of it.
+`stages` says how many chunks each stage has: normally there is one; a file merged without its base holds several deltas
+one after another, each of which applies to the state that the one before leaves, and `changed` is their sum.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+import zstandard
+
+from anabranch.schemas.errors import DeltaError, ManifestError
+from anabranch.schemas.layout import Layout
+from anabranch.schemas.manifest import Manifest
+
+MAGIC = b"ABDELTA1"
+PREFIX = struct.Struct("<8sI16s")
+_DIGESTED = struct.Struct("<8sI")  # the part of the prefix that the digest covers
+_KEYS = {"manifest", "layout", "changed", "stages"}
+_FREE_BYTES, _MAX_EXPANSION = 64 * 2**10, 200  # a header unpacks to at most 64 KiB + 200 times its frame
+_LEVELS = (19, 3, -5, -50)  # the later ones only for names so alike that the first exceeds that
+_MAX_DIMENSIONS, _MAX_DIMENSION = 64, 2**63
+
+
+@dataclass(frozen=True)
+class DeltaHeader:
+    """`changed`: elements per tensor of `layout`, summed over the stages; `stages`: chunks of each stage."""
+
+    manifest: Manifest
+    layout: Layout
+    changed: tuple[int, ...]
+    stages: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        manifest, layout = self.manifest, self.layout
+        elements = [t.numel for t in layout.tensors]
+        facts: list[tuple[str, object, object]] = [
+            ("layout_hash", manifest.layout_hash, layout.hash),
+            ("full_bytes", manifest.full_bytes, layout.payload_bytes),
+            ("total_elements", manifest.total_elements, sum(elements)),
+            ("changed_elements", manifest.changed_elements, sum(self.changed)),
+            ("number of chunks", len(manifest.chunks), sum(self.stages)),
+            ("number of tensors", len(self.changed), len(elements)),
+        ]
+        for what, told, is_ in facts:
+            if told != is_:
+                raise DeltaError(f"the header contradicts itself: its {what} is {told}, its other parts say {is_}")
+        if not self.stages or min(self.stages) < 0 or (manifest.kind == "anchor" and len(self.stages) != 1):
+            raise DeltaError(f"the header of a {manifest.kind} has stages {list(self.stages)[:9]}")
+        for spec, changed, numel in zip(layout.tensors, self.changed, elements, strict=True):
+            least = numel if manifest.kind == "anchor" else 0
+            if not least <= changed <= numel * len(self.stages):
+                raise DeltaError(f"the header says that {changed} of {numel} elements of {spec.name!r} change")
+
+    def pack(self) -> bytes:
+        """Prefix and header frame: all of the file that stands before its chunks."""
+        content = json.dumps(
+            {
+                "manifest": self.manifest.model_dump(mode="json", exclude_defaults=True),
+                "layout": [[t.name, t.dtype, t.shape] for t in self.layout.tensors],
+                "changed": self.changed,
+                "stages": self.stages,
+            },
+            separators=(",", ":"),
+            ensure_ascii=False,
+        ).encode()
+        for level in _LEVELS:
+            frame = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(content)
+            if len(content) <= _FREE_BYTES + _MAX_EXPANSION * len(frame):
+                break
+        else:
+            raise DeltaError(f"a header of {len(content)} bytes packs to {len(frame)}: no reader would unpack it")
+        start = _DIGESTED.pack(MAGIC, len(frame))
+        return start + xxhash.xxh3_128_digest(start + frame) + frame
+
+    @classmethod
+    def unpack(cls, prefix: bytes, frame: bytes) -> DeltaHeader:
+        """Inverse of `pack`, given the first `PREFIX.size` bytes and the frame of `frame_bytes(prefix)` bytes.
+
+        Raises:
+            DeltaError: not a delta file, a wrong digest, a frame that unpacks to too much, parts that disagree.
+            ManifestError: a manifest or a layout that breaks its own rules.
+        """
+        expected = PREFIX.unpack(prefix)[2]
+        if len(frame) != frame_bytes(prefix) or xxhash.xxh3_128_digest(prefix[: _DIGESTED.size] + frame) != expected:
+            raise DeltaError("the header does not have its digest: the file is damaged")
+        content = _unpack_frame(frame)
+        try:
+            fields: Any = json.loads(content)
+            if not isinstance(fields, dict) or set(fields) != _KEYS:
+                raise DeltaError(f"the header is not a JSON object with {', '.join(sorted(_KEYS))}")
+            manifest = Manifest.from_json(json.dumps(fields["manifest"]))
+            return cls(manifest, _layout(fields["layout"]), _counts(fields["changed"]), _counts(fields["stages"]))
+        except (ValueError, TypeError, RecursionError) as error:
+            if isinstance(error, (DeltaError, ManifestError)):
+                raise
+            raise DeltaError(f"the header is not the JSON of a delta: {error}") from error
+
+
+def frame_bytes(prefix: bytes) -> int:
+    """Size of the header frame that follows `prefix`. Raises DeltaError if these are not the first bytes of a delta."""
+    if len(prefix) != PREFIX.size or not prefix.startswith(MAGIC):
+        raise DeltaError(f"not a delta file: it starts with {prefix[: len(MAGIC)]!r}, a delta file with {MAGIC!r}")
+    return int(PREFIX.unpack(prefix)[1])
+
+
+def _unpack_frame(frame: bytes) -> bytes:
+    limit = _FREE_BYTES + _MAX_EXPANSION * len(frame)
+    try:
+        declared = zstandard.get_frame_parameters(frame).content_size
+        if declared > limit:  # an unknown size is 2**64 − 1 and fails here as well
+            raise DeltaError(f"the header declares {declared} bytes; a frame of {len(frame)} may hold {limit}")
+        unpacked = zstandard.ZstdDecompressor().decompress(frame, max_output_size=limit, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise DeltaError(f"the header is not a readable zstd frame: {error}") from error
+    return bytes(unpacked)
+
+
+def _layout(rows: Any) -> Layout:
+    specs: list[tuple[str, str, tuple[int, ...]]] = []
+    for name, dtype, shape in rows:
+        sizes = len(shape) <= _MAX_DIMENSIONS and all(type(n) is int and 0 <= n < _MAX_DIMENSION for n in shape)
+        if not (isinstance(name, str) and isinstance(dtype, str) and isinstance(shape, list) and sizes):
+            raise ManifestError("the header's layout is not a list of [name, dtype, shape]")
+        if specs and specs[-1][0] >= name:
+            raise ManifestError(f"the header's layout is not sorted by name: {name!r} follows {specs[-1][0]!r}")
+        specs.append((name, dtype, tuple(shape)))
+    return Layout.build(specs)
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(n) is not int for n in values):
+        raise DeltaError("the header's changed and stages are not lists of numbers")
+    return tuple(values)

@@ -1,0 +1,180 @@
+"""The header of a delta file: what it holds together, and that a damaged or lying one is refused by a named error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+import xxhash
+import zstandard
+
+from anabranch.schemas.delta_file import MAGIC, PREFIX, DeltaHeader, frame_bytes
+from anabranch.schemas.errors import DeltaError, ManifestError
+from anabranch.schemas.layout import Layout
+from anabranch.schemas.manifest import Chunk, Manifest
+
+LAYOUT = Layout.build([("a", "bf16", (3, 5)), ("b", "f32", ()), ("c", "u8", (0,))])
+
+
+def digest(number: int) -> str:
+    return xxhash.xxh3_128_hexdigest(str(number).encode())
+
+
+def header(layout: Layout = LAYOUT, **changes: Any) -> DeltaHeader:
+    changed = changes.pop("changed", (4, 1, 0))
+    stages = changes.pop("stages", (2,))
+    fields: dict[str, Any] = {
+        "kind": "delta", "run": "r", "epoch": 0, "version": 7, "base_version": 6, "base_digest": digest(0),
+        "result_digest": digest(1), "layout_hash": layout.hash, "codec": "class-golomb/1",
+        "chunks": (Chunk(digest=digest(2), size_bytes=10), Chunk(digest=digest(3), size_bytes=5)),
+        "full_bytes": layout.payload_bytes, "changed_elements": sum(changed),
+        "total_elements": sum(t.numel for t in layout.tensors), "learner_step": 7, "fork_version": 0, "published_ms": 0,
+    }  # fmt: skip
+    return DeltaHeader(Manifest.model_validate({**fields, **changes}), layout, changed, stages)
+
+
+def unpack(packed: bytes) -> DeltaHeader:
+    return DeltaHeader.unpack(packed[: PREFIX.size], packed[PREFIX.size :])
+
+
+def packed_json(fields: object, **zstd: Any) -> bytes:
+    """A header whose digest is right, whatever it says."""
+    content = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return sealed(zstandard.ZstdCompressor(**zstd).compress(content))
+
+
+def sealed(frame: bytes) -> bytes:
+    start = MAGIC + len(frame).to_bytes(4, "little")
+    return start + xxhash.xxh3_128_digest(start + frame) + frame
+
+
+def fields_of(packed: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(zstandard.ZstdDecompressor().decompress(packed[PREFIX.size :]))
+    return fields
+
+
+def test_round_trip() -> None:
+    made = header()
+    assert unpack(made.pack()) == made
+    anchor = header(kind="anchor", base_version=None, base_digest=None, changed=(15, 1, 0))
+    assert unpack(anchor.pack()) == anchor
+    merged = header(stages=(1, 0, 1), changed=(40, 2, 0))
+    assert unpack(merged.pack()) == merged
+
+
+def test_it_is_small() -> None:
+    """The file of a small step is about 20 KB; its header should not be seen in that."""
+    names = ["input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.o_proj"]
+    layout = Layout.build([(f"model.layers.5.{name}.weight", "bf16", (576, 1536)) for name in names])
+    made = header(layout, changed=tuple(3000 + i for i in range(6)), chunks=(Chunk(digest=digest(2), size_bytes=9),), stages=(1,))  # fmt: skip
+    assert len(made.pack()) <= 500
+
+
+def test_names_all_alike_are_packed_so_that_a_reader_unpacks_them() -> None:
+    layout = Layout.build([(f"{i:06}" + "x" * 5000, "bf16", (1,)) for i in range(300)])
+    made = header(layout, changed=(1,) * 300)
+    assert unpack(made.pack()) == made
+
+
+def test_every_flipped_byte_is_found() -> None:
+    packed = header().pack()
+    for position in range(len(packed)):
+        damaged = bytearray(packed)
+        damaged[position] ^= 0x10
+        with pytest.raises(DeltaError):
+            unpack(bytes(damaged))
+    for cut in range(len(packed)):
+        with pytest.raises(DeltaError):
+            frame_bytes(packed[:cut]) if cut < PREFIX.size else unpack(packed[:cut])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"layout_hash": digest(9)}, "layout_hash"),
+        ({"full_bytes": 1}, "full_bytes"),
+        ({"total_elements": 17}, "total_elements"),
+        ({"changed_elements": 6}, "changed_elements"),
+        ({"stages": (1,)}, "chunks"),
+        ({"changed": (5, 0)}, "tensors"),
+        ({"stages": ()}, "chunks"),
+        ({"stages": (3, -1)}, "stages"),
+        ({"changed": (16, 1, 0)}, "'a'"),
+        ({"changed": (6, -1, 0)}, "'b'"),
+        ({"kind": "anchor", "base_version": None, "base_digest": None}, "'a'"),
+        ({"kind": "anchor", "base_version": None, "base_digest": None, "stages": (1, 1)}, "stages"),
+    ],
+)
+def test_parts_that_disagree_are_refused(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(DeltaError, match=told):
+        header(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"extra": 1},
+        {"layout": None},
+        {"layout": [["a", "bf16"]]},
+        {"layout": [["a", "bf16", 3]]},
+        {"layout": [["a", ["bf16"], [3]]]},
+        {"layout": [[1, "bf16", [3]]]},
+        {"layout": [["a", "bf17", [3]]]},
+        {"layout": [["a", "bf16", [3.5]]]},
+        {"layout": [["a", "bf16", [True]]]},
+        {"layout": [["a", "bf16", [-1]]]},
+        {"layout": [["a", "bf16", [2**63]]]},
+        {"layout": [["a", "bf16", [1] * 65]]},
+        {"layout": [["b", "bf16", [3]], ["a", "bf16", [3]]]},
+        {"layout": [["a", "bf16", [3]], ["a", "bf16", [3]]]},
+        {"changed": [4, 1, None]},
+        {"changed": {"a": 1}},
+        {"changed": [4, True, 0]},
+        {"stages": 2},
+        {"manifest": None},
+        {"manifest": []},
+        {"manifest": {"kind": "delta"}},
+    ],
+)
+def test_a_header_that_is_sealed_but_wrong_is_refused(change: dict[str, Any]) -> None:
+    fields = fields_of(header().pack())
+    with pytest.raises((DeltaError, ManifestError)):
+        unpack(packed_json({**fields, **change}))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 30000, b'{"layout":' + b"9" * 5000 + b"}"])
+def test_what_is_no_json_of_a_header_is_refused(content: bytes) -> None:
+    with pytest.raises(DeltaError):
+        unpack(packed_json(content))
+
+
+def test_a_frame_that_would_unpack_to_too_much_is_refused_before_it_is() -> None:
+    bomb = packed_json(b" " * 2**28)
+    assert len(bomb) < 2**15
+    tracemalloc.start()
+    try:
+        with pytest.raises(DeltaError, match="declares"):
+            unpack(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(DeltaError, match="declares"):
+        unpack(packed_json(b"{}", write_content_size=False))
+    with pytest.raises(DeltaError, match="zstd"):
+        unpack(sealed(b"no frame"))
+    with pytest.raises(DeltaError, match="zstd"):
+        unpack(sealed(zstandard.compress(b"{}") + b"more"))
+
+
+def test_another_file_is_told_from_a_delta() -> None:
+    for other in (b"", b"PK", b"\x10\0\0\0\0\0\0\0{}" + bytes(20)):
+        with pytest.raises(DeltaError, match="not a delta file"):
+            frame_bytes(other)
+
+
+def test_a_header_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        header().changed = ()  # type: ignore[misc]
