@@ -64,14 +64,14 @@ class _Stored:
     data: bytes
 
 
-def load_pair(prefix: Path) -> Pair:
-    """Read the pair `prefix` into memory.
+def load_pair(prefix: str) -> Pair:
+    """Read the pair `prefix` (a path without the two endings) into memory.
 
     Raises:
         UsageError: one of the two files is missing or cannot be read.
         DeltaError: a file is no safetensors file, or the two do not fit together.
     """
-    base_file, change_file = (prefix.with_name(prefix.name + suffix) for suffix in (BASE_SUFFIX, CHANGE_SUFFIX))
+    base_file, change_file = Path(prefix + BASE_SUFFIX), Path(prefix + CHANGE_SUFFIX)
     stored, changes = _read(base_file), _read(change_file)
     for name, tensor in stored.items():
         if tensor.dtype not in _LAYOUT_DTYPES:
@@ -88,7 +88,7 @@ def load_pair(prefix: Path) -> Pair:
         if spec.name in entries:
             indices, bits = _entry(spec.name, *entries[spec.name], base[spec.name], change_file)
             new[spec.name][indices] = bits
-    return Pair(prefix.name, layout, base, new)
+    return Pair(Path(prefix).name, layout, base, new)
 
 
 def _read(path: Path) -> dict[str, _Stored]:

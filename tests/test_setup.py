@@ -69,6 +69,25 @@ def test_a_package_that_cannot_be_had(
     assert not setup.STAMP.exists(), "the next run finishes the job"
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_what_needs_a_compiler_is_left_out_without_one(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], built: bool
+) -> None:
+    def run(argv: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        (setup.VENV / "bin").mkdir(parents=True, exist_ok=True)
+        missing = argv[-1] in setup.UNWANTED or (argv[-1].startswith("zipnn==") and not built)
+        return subprocess.CompletedProcess(argv, int(missing))
+
+    monkeypatch.setattr(setup.subprocess, "run", run)
+    assert setup.main() == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    told = [line for line in captured.out.splitlines() if "zipnn" in line]
+    assert len(told) == (0 if built else 1)
+    assert all("needs a C compiler" in line and "bench codec --snapshot" in line for line in told)
+    assert setup.STAMP.read_text() == setup.fingerprint()
+
+
 def test_no_python_at_all() -> None:
     done = subprocess.run(
         ["make", "setup", "PYTHON=no-such-python"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False

@@ -12,10 +12,10 @@ from anabranch.cli.common import HelpFormatter, add_config_arguments, config_fro
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="measure: swap pause, publish-to-serve, wait share, tokens/s, bytes per update",
-        description="Each benchmark prints what it measured as a table, or with --json as one JSON object.",
+        help="measure: swap pause, publish-to-serve, wait share, tokens/s, bytes per update, the weight codec",
+        description="Each benchmark prints what it measured as a table, or with --json as JSON.",
         epilog="examples:\n  anabranch bench loop --steps 30\n  anabranch bench engine --set model.path=MODEL --json\n"
-        "  anabranch bench all\n",
+        "  anabranch bench codec --pair PREFIX --peers\n  anabranch bench all\n",
         formatter_class=HelpFormatter,
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
@@ -27,8 +27,9 @@ def add_parser(subparsers: Any) -> None:
         "engine", help="decode speed, and the pause of a weight swap against a decode step", formatter_class=HelpFormatter,
         epilog="examples:\n  anabranch bench engine\n  anabranch bench engine --set model.path=MODEL --density 0.01\n",
     )  # fmt: skip
+    _add_codec(kinds)
     everything = kinds.add_parser(
-        "all", help="all of the above, on the tiny model", formatter_class=HelpFormatter,
+        "all", help="loop and engine, on the tiny model", formatter_class=HelpFormatter,
         epilog="examples:\n  anabranch bench all\n  anabranch bench all --json > figures.json\n",
     )  # fmt: skip
     for kind in (loop, everything):
@@ -41,6 +42,65 @@ def add_parser(subparsers: Any) -> None:
     for kind in (loop, engine, everything):
         kind.add_argument("--json", action="store_true", help="one JSON object")
         kind.set_defaults(run=run)
+
+
+def _add_codec(kinds: Any) -> None:
+    codec = kinds.add_parser(
+        "codec", help="bytes per changed element and MB/s of the weight delta, and of others'", formatter_class=HelpFormatter,
+        description="Measures over a step pair: PREFIX.base.safetensors holds the weights before a step;\n"
+        "PREFIX.change.safetensors holds, for each tensor T that changed, T.index (unsigned flat indices,\n"
+        "ascending) and T.bits (the new bit patterns). Bytes are those of the complete file; MB/s are of\n"
+        "dense weights, medians, on one thread (one core) and on all.",
+        epilog="examples:\n  anabranch bench codec --pair pairs/step --peers\n"
+        "  anabranch bench codec --pair pairs/step --peers --snapshot --scan --json > codec.json\n",
+    )  # fmt: skip
+    codec.add_argument("--pair", required=True, metavar="PREFIX", help="the pair's files without their two endings")
+    codec.add_argument(
+        "--peers", action="store_true",
+        help="the same for int32+bf16, u16 gap+bf16+zstd, dense XOR+zstd, gap+XOR+zstd, and arc_v3",
+    )  # fmt: skip
+    codec.add_argument("--snapshot", action="store_true", help="full snapshots as well, and zipnn's")
+    codec.add_argument(
+        "--scan", action="store_true", help="finding the changes alone, against numpy.copyto, in --json too"
+    )
+    codec.add_argument("--repeats", type=_at_least_one, default=7, metavar="N", help="timed runs of each (default 7)")
+    codec.add_argument(
+        "--budget-s", type=float, default=20.0, metavar="S",
+        help="fewer runs of a format that takes more than S seconds (default 20)",
+    )  # fmt: skip
+    codec.add_argument("--json", action="store_true", help="a list with one object per format and thread count")
+    codec.set_defaults(run=run_codec)
+
+
+def run_codec(args: argparse.Namespace) -> int:
+    import json
+    import sys
+
+    from rich.console import Console
+
+    from anabranch.deploy.bench_codec import Effort, bench_pair
+    from anabranch.deploy.codec_table import render
+
+    told = Console(stderr=True)
+    with told.status("reading the pair") as status:  # on a terminal alone
+        done = bench_pair(
+            args.pair, Effort(args.repeats, args.budget_s), peers=args.peers, snapshot=args.snapshot,
+            scan=args.scan or not args.json, tell=status.update,
+        )  # fmt: skip
+    for note in done.notes:
+        print(f"anabranch bench: {note}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([*done.deltas, *done.snapshots, *([done.scan] if done.scan else [])], indent=2))
+    else:
+        shown = Console()
+        shown.print(render(done), width=None if shown.is_terminal else 120)
+    return 0
+
+
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
 
 
 def run(args: argparse.Namespace) -> int:

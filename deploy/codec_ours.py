@@ -1,0 +1,92 @@
+"""Our own delta and snapshot as formats of the benchmark.
+
+Invariant: a size is that of the delta file that `anabranch delta diff` would write: header with layout, digests and
+counts, then the chunks. Held by tests/unit/deploy/test_bench_codec.py.
+
+Building that header from the encoded chunks is not timed, as writing arc_v3's safetensors file is not; neither are the
+digests of the two states, which a learner keeps from step to step and recomputes for what changed.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Literal
+
+import xxhash
+
+from anabranch.deploy.codec_pair import Bits, Pair
+from anabranch.deploy.codec_peers import State
+from anabranch.kernels.delta_codec import CODEC, Encoded, TensorChange, decode, encode_anchor, encode_delta
+from anabranch.kernels.digest import tensor_digest
+from anabranch.schemas.delta_file import DeltaHeader
+from anabranch.schemas.layout import root_digest
+from anabranch.schemas.manifest import Chunk, Manifest
+
+_APPLY_AT_ONCE = 16  # changes below this are applied by one thread: a pool would cost more
+
+
+class Delta:
+    """The delta from the pair's base to its new state."""
+
+    name = "anabranch"
+    kind: Literal["delta", "anchor"] = "delta"
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def prepare(self, base: State, new: State) -> tuple[State, State]:
+        return base, new
+
+    def encode(self, base: State, new: State, threads: int) -> Encoded:
+        return encode_delta(self._pair.layout, base, new, threads=threads)
+
+    def size_bytes(self, encoded: Encoded) -> int:
+        return len(self._header(encoded).pack()) + sum(map(len, encoded.chunks))
+
+    def decode(self, state: dict[str, Bits], encoded: Encoded, threads: int) -> State:
+        changes = decode(self._pair.layout, encoded.chunks, state, threads=threads)
+        if threads == 1 or len(changes) < _APPLY_AT_ONCE:
+            for change in changes:
+                _apply(state, change)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda change: _apply(state, change), changes))
+        return state
+
+    def _header(self, encoded: Encoded) -> DeltaHeader:
+        layout, is_delta = self._pair.layout, self.kind == "delta"
+        manifest = Manifest(
+            kind=self.kind, run="bench", epoch=1, version=1, base_version=0 if is_delta else None,
+            base_digest=self._digests[0] if is_delta else None, result_digest=self._digests[1], layout_hash=layout.hash,
+            codec=CODEC, chunks=tuple(Chunk(digest=xxhash.xxh3_128_hexdigest(c), size_bytes=len(c)) for c in encoded.chunks),
+            full_bytes=layout.payload_bytes, changed_elements=encoded.changed_elements,
+            total_elements=self._pair.elements, learner_step=1, fork_version=0, published_ms=1_700_000_000_000,
+        )  # fmt: skip
+        return DeltaHeader(manifest, layout, encoded.changed_by_tensor, (len(encoded.chunks),))
+
+    @cached_property
+    def _digests(self) -> tuple[str, str]:
+        """Of the base and of the new state."""
+        base, new = (
+            root_digest(self._pair.layout, {name: tensor_digest(bits) for name, bits in state.items()})
+            for state in (self._pair.base, self._pair.new)
+        )
+        return base, new
+
+
+class Snapshot(Delta):
+    """A full snapshot of the pair's new state."""
+
+    name = "anabranch-snapshot"
+    kind = "anchor"
+
+    def encode(self, base: State, new: State, threads: int) -> Encoded:
+        return encode_anchor(self._pair.layout, new, threads=threads)
+
+
+def _apply(state: State, change: TensorChange) -> None:
+    if change.indices is not None:
+        state[change.name][change.indices] = change.bits
+    else:
+        state[change.name][change.start : change.start + change.bits.size] = change.bits
