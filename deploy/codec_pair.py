@@ -22,14 +22,11 @@ from numpy.typing import NDArray
 
 from anabranch.schemas.errors import DeltaError, UsageError
 from anabranch.schemas.layout import DTYPE_BYTES, Layout
+from anabranch.transport.checkpoint_files import DTYPES
 
 Bits = NDArray[Any]  # flat unsigned integers as wide as the tensor's dtype
 
 BASE_SUFFIX, CHANGE_SUFFIX = ".base.safetensors", ".change.safetensors"
-_LAYOUT_DTYPES = {
-    "BF16": "bf16", "F16": "f16", "F32": "f32", "F64": "f64", "F8_E4M3": "f8_e4m3", "F8_E5M2": "f8_e5m2",
-    "I64": "i64", "I32": "i32", "I16": "i16", "I8": "i8", "U8": "u8", "BOOL": "bool",
-}  # fmt: skip
 _INDEX_DTYPES = {"U32": np.uint32, "U64": np.uint64, "I32": np.int32, "I64": np.int64}
 _UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by width in bytes
 
@@ -74,10 +71,10 @@ def load_pair(prefix: str) -> Pair:
     base_file, change_file = Path(prefix + BASE_SUFFIX), Path(prefix + CHANGE_SUFFIX)
     stored, changes = _read(base_file), _read(change_file)
     for name, tensor in stored.items():
-        if tensor.dtype not in _LAYOUT_DTYPES:
-            known = ", ".join(_LAYOUT_DTYPES)
+        if tensor.dtype not in DTYPES:
+            known = ", ".join(DTYPES)
             raise DeltaError(f"{base_file}: tensor {name!r} has dtype {tensor.dtype}; known: {known}")
-    layout = Layout.build((name, _LAYOUT_DTYPES[t.dtype], t.shape) for name, t in stored.items())
+    layout = Layout.build((name, DTYPES[t.dtype], t.shape) for name, t in stored.items())
     entries = _entries(changes, stored, change_file)
     base: dict[str, Bits] = {}
     new: dict[str, Bits] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +75,19 @@ def _add_codec(kinds: Any) -> None:
 
 def run_codec(args: argparse.Namespace) -> int:
     import json
-    import sys
 
     from rich.console import Console
 
     from anabranch.deploy.bench_codec import Effort, bench_pair
     from anabranch.deploy.codec_table import render
 
-    told = Console(stderr=True)
-    with told.status("reading the pair") as status:  # on a terminal alone
+    try:
         done = bench_pair(
             args.pair, Effort(args.repeats, args.budget_s), peers=args.peers, snapshot=args.snapshot,
-            scan=args.scan or not args.json, tell=status.update,
+            scan=args.scan or not args.json, tell=_tell,
         )  # fmt: skip
+    finally:
+        _tell("")
     for note in done.notes:
         print(f"anabranch bench: {note}", file=sys.stderr)
     if args.json:
@@ -95,6 +96,12 @@ def run_codec(args: argparse.Namespace) -> int:
         shown = Console()
         shown.print(render(done), width=None if shown.is_terminal else 120)
     return 0
+
+
+def _tell(text: str) -> None:
+    """One line on a terminal, written over by the next. No spinner: its thread would run in what is measured."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _at_least_one(text: str) -> int:
