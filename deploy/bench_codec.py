@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from anabranch.deploy.codec_ours import Delta, Snapshot
+from anabranch.deploy.codec_packages import ArcV3, ZipNN
 from anabranch.deploy.codec_pair import Bits, Pair, load_pair
 from anabranch.deploy.codec_peers import Format
 from anabranch.deploy.codec_peers import peers as simple_peers
@@ -82,9 +84,6 @@ def bench_pair(prefix: str, effort: Effort, *, peers: bool, snapshot: bool, scan
         DeltaError: the pair does not fit together.
         AnabranchError: nothing changed in it, or a format is not exact.
     """
-    from anabranch.deploy.codec_ours import Delta, Snapshot
-    from anabranch.deploy.codec_packages import ArcV3, ZipNN
-
     pair = load_pair(prefix)
     others = [*simple_peers(), ArcV3(pair.layout)] if peers else []
     figures = Figures(pair, bench_deltas(pair, [Delta(pair), *others], effort, tell))

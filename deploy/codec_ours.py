@@ -23,7 +23,7 @@ from anabranch.schemas.delta_file import DeltaHeader
 from anabranch.schemas.layout import root_digest
 from anabranch.schemas.manifest import Chunk, Manifest
 
-_APPLY_AT_ONCE = 16  # changes below this are applied by one thread: a pool would cost more
+_SHARED_FROM = 2**20  # changed elements from which applying them is shared by threads: below, a pool costs more
 
 
 class Delta:
@@ -46,7 +46,7 @@ class Delta:
 
     def decode(self, state: dict[str, Bits], encoded: Encoded, threads: int) -> State:
         changes = decode(self._pair.layout, encoded.chunks, state, threads=threads)
-        if threads == 1 or len(changes) < _APPLY_AT_ONCE:
+        if threads == 1 or sum(change.bits.size for change in changes) < _SHARED_FROM:
             for change in changes:
                 _apply(state, change)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -24,39 +25,44 @@ def render(figures: Figures) -> RenderableType:
     changed = pair.changed_elements()
     parts: list[RenderableType] = [
         f"{pair.name}: {pair.elements:,} elements, {changed:,} changed ({changed / pair.elements:.3%}), "
-        f"{pair.dense_bytes / 1e6:.1f} MB dense; MB/s of dense weights",
-        _table(figures.deltas, "bytes\n/ change", "bytes_per_change", ARC),
+        f"{pair.dense_bytes / 1e6:.1f} MB dense",
+        _table(figures.deltas, "bytes /\nchange", "bytes_per_change", ARC),
     ]
     if figures.snapshots:
-        parts.append(_table(figures.snapshots, "bytes\n/ raw byte", "bytes_per_raw_byte", "zipnn"))
+        parts.append(_table(figures.snapshots, "bytes /\nraw byte", "bytes_per_raw_byte", "zipnn"))
     if scan is not None:
         parts.append(
             f"scan alone: {scan['encode_mb_s']:,.0f} MB/s on one thread, {scan['scan_to_copyto']:.2f} times "
             f"numpy.copyto of the same arrays ({scan['copyto_mb_s']:,.0f} MB/s)"
         )
-    return Group(*parts)
+    return Group(*(piece for part in parts for piece in (part, "")))
 
 
 def _table(rows: Sequence[Row], size: str, size_key: str, rival: str) -> Table:
     """`rival`: the format that encoding and decoding are compared with, at the same thread count."""
     by_key = {(row["format"], row["threads"]): row for row in rows}
-    table = Table()
+    rivals = any(row["format"] == rival for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False)
     table.add_column("format", no_wrap=True)
-    compared = any(row["format"] == rival for row in rows)
-    ratios = [f"encode\n/ {rival}", f"decode\n/ {rival}"] if compared else []
-    for title in ("threads", size, "encode\nMB/s", "decode\nMB/s", *ratios, "encode\n/ 1 thread", "decode\n/ 1 thread"):
-        table.add_column(title, justify="right")
+    ratios = [f"times\n{rival}\nenc / dec"] * rivals + ["times\n1 thread\nenc / dec"]
+    for title in ("threads", size, "encode\nMB/s", "decode\nMB/s", *ratios):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        beside, alone = by_key.get((rival, row["threads"])), by_key.get((row["format"], 1))
-        cells = [f"{row[size_key]:.3f}", f"{row['encode_mb_s']:,.0f}", f"{row['decode_mb_s']:,.0f}"]
-        if compared:
-            cells += [_ratio(row, beside, "encode_mb_s"), _ratio(row, beside, "decode_mb_s")]
-        single = alone if row["threads"] > 1 else None
-        cells += [_ratio(row, single, "encode_mb_s"), _ratio(row, single, "decode_mb_s")]
-        style = "bold" if row["format"].startswith(OURS) else None
-        table.add_row(row["format"], str(row["threads"]), *cells, style=style)
+        cells = [
+            str(row["threads"]),
+            f"{row[size_key]:.3f}",
+            f"{row['encode_mb_s']:,.0f}",
+            f"{row['decode_mb_s']:,.0f}",
+        ]
+        if rivals:
+            cells.append(_ratios(row, by_key.get((rival, row["threads"])), ".1f"))
+        cells.append(_ratios(row, by_key.get((row["format"], 1)) if row["threads"] > 1 else None, ".2f"))
+        table.add_row(row["format"], *cells, style="bold" if row["format"].startswith(OURS) else None)
     return table
 
 
-def _ratio(row: Row, other: Row | None, key: str) -> str:
-    return f"{row[key] / other[key]:.2f}" if other else ""
+def _ratios(row: Row, other: Row | None, form: str) -> str:
+    """How many times faster than `other`, encoding and decoding."""
+    if other is None or other is row:
+        return ""
+    return " / ".join(f"{row[key] / other[key]:{form}}" for key in ("encode_mb_s", "decode_mb_s"))

@@ -93,8 +93,7 @@ def run_codec(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([*done.deltas, *done.snapshots, *([done.scan] if done.scan else [])], indent=2))
     else:
-        shown = Console()
-        shown.print(render(done), width=None if shown.is_terminal else 120)
+        Console(highlight=False).print(render(done))
     return 0
 
 

@@ -216,17 +216,24 @@ def test_the_table_compares_within_the_run(prefix: str) -> None:
         sizes = {"bytes_per_change": 1.5} | more
         return {"format": name, "threads": threads, "encode_mb_s": encode, "decode_mb_s": 2 * encode} | sizes
 
-    deltas = [row("anabranch", 1, 1000.0), row("anabranch", 2, 1900.0), row("arc_v3", 1, 40.0), row("arc_v3", 2, 50.0)]
-    snapshots = [row("anabranch-snapshot", 1, 600.0, bytes_per_raw_byte=0.66)]
+    deltas = [
+        row("anabranch", 1, 1000.0),
+        row("u16gap+bf16+zstd1", 1, 12345.0),
+        row("anabranch", 2, 1900.0),
+        row("arc_v3", 1, 40.0),
+        row("arc_v3", 2, 50.0),
+    ]
+    snapshots = [row(n, t, 14000.0, bytes_per_raw_byte=0.66) for n in ("anabranch-snapshot", "zipnn") for t in (1, 128)]
     scan = row("scan", 1, 9000.0, copyto_mb_s=12000.0, scan_to_copyto=0.75)
-    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(render(Figures(load_pair(prefix), deltas, snapshots, scan)))
     console.file.close()
     shown = console.export_text()
     assert "402 changed" in shown
-    assert "25.00" in shown, "1000 / 40"
-    assert "38.00" in shown, "1900 / 50"
-    assert "1.90" in shown, "two threads against one"
+    assert "25.0 / 25.0" in shown, "1000 / 40"
+    assert "38.0 / 38.0" in shown, "1900 / 50"
+    assert "1.90 / 1.90" in shown, "two threads against one"
+    assert "…" not in shown, "80 columns are enough"
     assert "0.75 times numpy.copyto" in shown
 
 
