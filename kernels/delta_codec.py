@@ -1,201 +1,272 @@
-"""A lossless weight delta in one straightforward format, `sparse-zstd/1`.
+"""The lossless weight delta, codec `class-golomb/1`: from two states to chunks, and from chunks and the old state back.
 
-Invariant: `decode(encode(base, new))` over `base` gives the exact bits of `new`, since values travel absolutely (new
-bit patterns, compared and stored as unsigned integers: −0.0, NaN payloads and denormals included). Nothing is
-allocated beyond what the layout allows, and every count and index is checked before anything is returned. Held by
-tests/property/test_delta_codec.py.
-
-A payload is a list of chunks that decode independently; each covers whole tensors of at most about
-`CHUNK_DENSE_BYTES`. A chunk is one zstd frame of little-endian
-
-    magic "ABD1" | u32 records | records x (u32 tensor index in the layout, u8 mode, u64 count) | bodies
-
-with mode 1, sparse: `count` gaps (index − previous index − 1, u32, as four byte planes) and `count` new bit patterns
-(as byte planes); mode 2, dense: all elements of the tensor as byte planes. Unchanged tensors have no record. Byte
-planes put all low bytes first, then all next bytes, so that exponents compress.
+Invariant: `decode(layout, encode_delta(layout, base, new).chunks, base)` over `base` gives the exact bits of `new`: bits
+are compared, not floats, and new bit patterns are handed out (−0.0, NaN payloads and denormals included), so applying
+them twice is the same as applying them once. Chunks decode independently of each other, and come out the same for any
+number of threads. A delta must be decoded over the base that it was made from: the manifest's base digest says which.
+Docs: docs/delta-format.md. Held by tests/property/test_delta_codec.py.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
+from anabranch.kernels.delta_chunk import ChunkHead, ChunkKind, Piece, read_head
+from anabranch.kernels.delta_dense import decode_dense, encode_dense
+from anabranch.kernels.delta_dtypes import FORMS, Bits
+from anabranch.kernels.delta_scan import scan
+from anabranch.kernels.delta_sparse import Part, decode_sparse, encode_sparse, read_changes
+from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError
-from anabranch.schemas.layout import DTYPE_BYTES, Layout, TensorSpec
+from anabranch.schemas.layout import Layout, TensorSpec
 
-CODEC = "sparse-zstd/1"
-CHUNK_DENSE_BYTES = 64 * 2**20
-MAGIC = b"ABD1"
-_HEAD = struct.Struct("<4sI")
-_RECORD = struct.Struct("<IBQ")
-_SPARSE, _DENSE = 1, 2
-UINT: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by width
+CODEC = "class-golomb/1"
+CHUNK_ELEMENTS = 2**22  # at most, of a chunk: 8 MiB of bf16
+DENSE_FROM = 1 / 8  # share of changed elements from which both codings are tried
+ALONE_FROM = 2**16  # elements from which a densely changed piece has a chunk of its own
 
-Bits = NDArray[Any]  # flat unsigned integers as wide as the tensor's dtype
+
+class Source(Protocol):
+    """Where weights are read from, piece by piece; several threads may read at once."""
+
+    def read(self, name: str, start: int, stop: int) -> Bits:
+        """Elements [start, stop) of a tensor: 1-D, C-contiguous, unsigned integers of its width; may be a view."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """Chunks of one job and how many elements changed, by index of the tensor (a snapshot: all)."""
+
+    chunks: tuple[bytes, ...]
+    changed: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Chunks on the wire, and how many elements they change."""
+    """Chunks on the wire and what they change: elements in all, names, and elements of each tensor of the layout."""
 
     chunks: tuple[bytes, ...]
     changed_elements: int
     changed_tensors: tuple[str, ...]
+    changed_by_tensor: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """New `bits` of tensor `name`: at flat `indices` (int64, ascending), or of all elements when `indices` is None."""
+    """New `bits` of tensor `name`: at flat `indices` (int64, ascending), or, when `indices` is None, of its elements
+    [start, start + len(bits)). A tensor that lies in several chunks has several."""
 
     name: str
     indices: NDArray[np.int64] | None
     bits: Bits
+    start: int = 0
 
 
-def uint_dtype(dtype: str) -> type[np.unsignedinteger[Any]]:
-    """The unsigned integer as wide as layout dtype `dtype`."""
-    return UINT[DTYPE_BYTES[dtype]]
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """What a chunk says without its base; `unit_steps` counts steps of ±1 (0 for dense chunks)."""
+
+    kind: str
+    dtype: str
+    pieces: tuple[Piece, ...]
+    changed_elements: int
+    unit_steps: int
 
 
-def encode_anchor(layout: Layout, state: Mapping[str, Bits], *, zstd_level: int = 1) -> Encoded:
-    """A full snapshot. `state` maps every name of `layout` to its flat bits."""
-    changes = (TensorChange(t.name, None, _flat(state, t)) for t in layout.tensors)
-    return _encode(layout, changes, zstd_level)
+class ArraySource:
+    """Weights in memory: `state` maps names to flat arrays of unsigned integers."""
 
+    def __init__(self, layout: Layout, state: Mapping[str, Bits]) -> None:
+        """Raises DeltaError if an array is missing, not contiguous, or not what the layout says."""
+        self._flat = {spec.name: _flat(state, spec) for spec in layout.tensors}
 
-def encode_delta(layout: Layout, base: Mapping[str, Bits], new: Mapping[str, Bits], *, zstd_level: int = 1) -> Encoded:
-    """What changes from `base` to `new` (flat bits by name, both over all of `layout`); bits are compared, not floats."""
-    return _encode(layout, _diff(layout, base, new), zstd_level)
-
-
-def _diff(layout: Layout, base: Mapping[str, Bits], new: Mapping[str, Bits]) -> Iterator[TensorChange]:
-    for spec in layout.tensors:
-        old_bits, new_bits = _flat(base, spec), _flat(new, spec)
-        indices = np.flatnonzero(old_bits != new_bits)
-        if indices.size == 0:
-            continue
-        width = DTYPE_BYTES[spec.dtype]
-        if indices.size * (width + 1.5) >= spec.size_bytes:  # a gap costs about 1.5 bytes after zstd
-            yield TensorChange(spec.name, None, new_bits)
-        else:
-            yield TensorChange(spec.name, indices.astype(np.int64), new_bits[indices])
-
-
-def _encode(layout: Layout, changes: Iterable[TensorChange], zstd_level: int) -> Encoded:
-    compressor = zstandard.ZstdCompressor(level=zstd_level, write_content_size=True)
-    position = {t.name: i for i, t in enumerate(layout.tensors)}
-    chunks: list[bytes] = []
-    names: list[str] = []
-    elements = dense_bytes = 0
-    records: list[bytes] = []
-    bodies: list[bytes] = []
-
-    def flush() -> None:
-        nonlocal dense_bytes
-        if records:
-            head = _HEAD.pack(MAGIC, len(records))
-            chunks.append(compressor.compress(b"".join([head, *records, *bodies])))
-        records.clear()
-        bodies.clear()
-        dense_bytes = 0
-
-    for change in changes:
-        spec = layout.by_name[change.name]
-        if dense_bytes and dense_bytes + spec.size_bytes > CHUNK_DENSE_BYTES:
-            flush()
-        dense_bytes += spec.size_bytes
-        mode = _DENSE if change.indices is None else _SPARSE
-        records.append(_RECORD.pack(position[change.name], mode, change.bits.size))
-        if change.indices is not None:
-            gaps = np.diff(change.indices, prepend=-1) - 1
-            if gaps.size and int(gaps.max()) > 0xFFFF_FFFF:
-                raise DeltaError(f"tensor {change.name!r}: a gap of {int(gaps.max())} does not fit 32 bits")
-            bodies.append(_to_planes(gaps.astype(np.uint32)))
-        bodies.append(_to_planes(change.bits))
-        elements += change.bits.size
-        names.append(change.name)
-    flush()
-    return Encoded(tuple(chunks), elements, tuple(names))
-
-
-def decode(layout: Layout, chunks: Sequence[bytes]) -> list[TensorChange]:
-    """Every change in `chunks`, checked against `layout` before any is returned.
-
-    Raises:
-        DeltaError: not this format, larger than the layout allows, an unknown or repeated tensor, a bad count or index.
-    """
-    changes: list[TensorChange] = []
-    seen: set[str] = set()
-    for number, chunk in enumerate(chunks):
-        for change in _decode_chunk(layout, chunk, f"chunk {number}"):
-            if change.name in seen:
-                raise DeltaError(f"chunk {number} repeats tensor {change.name!r}")
-            seen.add(change.name)
-            changes.append(change)
-    return changes
-
-
-def _decode_chunk(layout: Layout, chunk: bytes, where: str) -> Iterator[TensorChange]:
-    limit = _HEAD.size + sum(_RECORD.size + t.numel * (4 + DTYPE_BYTES[t.dtype]) for t in layout.tensors)
-    try:
-        declared = zstandard.get_frame_parameters(chunk).content_size
-        if declared > limit:  # an unknown size is 2**64 − 1 and fails here as well
-            raise DeltaError(f"{where} declares {declared} bytes; the layout allows {limit}")
-        raw = memoryview(zstandard.ZstdDecompressor().decompress(chunk, max_output_size=limit, allow_extra_data=False))
-    except zstandard.ZstdError as error:
-        raise DeltaError(f"{where} is not a readable zstd frame: {error}") from error
-    if len(raw) < _HEAD.size:
-        raise DeltaError(f"{where} is too short")
-    magic, count = _HEAD.unpack_from(raw)
-    if magic != MAGIC:
-        raise DeltaError(f"{where} starts with {bytes(magic)!r}, not {MAGIC!r}")
-    cursor = _HEAD.size + count * _RECORD.size
-    if count > len(layout.tensors) or cursor > len(raw):
-        raise DeltaError(f"{where} announces {count} records")
-    for i in range(count):
-        index, mode, elements = _RECORD.unpack_from(raw, _HEAD.size + i * _RECORD.size)
-        if index >= len(layout.tensors):
-            raise DeltaError(f"{where} names tensor {index} of {len(layout.tensors)}")
-        spec = layout.tensors[index]
-        if mode not in (_SPARSE, _DENSE) or elements > spec.numel or (mode == _DENSE and elements != spec.numel):
-            raise DeltaError(f"{where}, tensor {spec.name!r}: mode {mode} with {elements} of {spec.numel} elements")
-        indices = None
-        if mode == _SPARSE:
-            gaps, cursor = _from_planes(raw, cursor, elements, np.uint32, where)
-            indices = np.cumsum(gaps.astype(np.int64) + 1) - 1
-            if elements and int(indices[-1]) >= spec.numel:
-                raise DeltaError(f"{where}, tensor {spec.name!r}: index {int(indices[-1])} of {spec.numel}")
-        bits, cursor = _from_planes(raw, cursor, elements, uint_dtype(spec.dtype), where)
-        yield TensorChange(spec.name, indices, bits)
-    if cursor != len(raw):
-        raise DeltaError(f"{where} has {len(raw) - cursor} bytes left over")
-
-
-def _to_planes(values: Bits) -> bytes:
-    little = np.ascontiguousarray(values.astype(values.dtype.newbyteorder("<"), copy=False))
-    return little.view(np.uint8).reshape(-1, values.dtype.itemsize).T.tobytes()
-
-
-def _from_planes(raw: memoryview, cursor: int, count: int, dtype: Any, where: str) -> tuple[Bits, int]:
-    width = np.dtype(dtype).itemsize
-    end = cursor + count * width
-    if end > len(raw):
-        raise DeltaError(f"{where} ends in the middle of a tensor")
-    planes = np.frombuffer(raw[cursor:end], dtype=np.uint8).reshape(width, count)
-    little = np.ascontiguousarray(planes.T).reshape(-1).view(np.dtype(dtype).newbyteorder("<"))
-    return little.astype(dtype, copy=False), end
+    def read(self, name: str, start: int, stop: int) -> Bits:
+        return self._flat[name][start:stop]
 
 
 def _flat(state: Mapping[str, Bits], spec: TensorSpec) -> Bits:
-    bits = state[spec.name].reshape(-1)
-    if bits.dtype != uint_dtype(spec.dtype) or bits.size != spec.numel:
+    bits = state.get(spec.name)
+    if bits is None:
+        raise DeltaError(f"tensor {spec.name!r} is missing")
+    if not bits.flags.c_contiguous:
+        raise DeltaError(f"tensor {spec.name!r} is not contiguous: copy it first (numpy.ascontiguousarray)")
+    if bits.dtype != FORMS[spec.dtype].uint or bits.size != spec.numel:
         raise DeltaError(
             f"tensor {spec.name!r} holds {bits.size} x {bits.dtype}; the layout says {spec.numel} x {spec.dtype}"
         )
-    return bits
+    return bits.reshape(-1)
+
+
+def plan_jobs(layout: Layout, *, chunk_elements: int = CHUNK_ELEMENTS) -> list[tuple[Piece, ...]]:
+    """All elements of `layout` in jobs that are encoded on their own: each of one dtype and of nearly equal size, at most
+    `chunk_elements`. Jobs of a dtype walk the tensors in order, each tensor's pieces in order."""
+    jobs: list[tuple[Piece, ...]] = []
+    for dtype in FORMS:
+        specs = [(i, t.numel) for i, t in enumerate(layout.tensors) if t.dtype == dtype and t.numel]
+        total = sum(n for _, n in specs)
+        if not total:
+            continue
+        size = -(-total // -(-total // chunk_elements))
+        job: list[Piece] = []
+        room = size
+        for tensor, n in specs:
+            start = 0
+            while start < n:
+                piece = Piece(tensor, start, min(n, start + room))
+                job.append(piece)
+                room -= piece.size
+                start = piece.stop
+                if room == 0:
+                    jobs.append(tuple(job))
+                    job, room = [], size
+        if job:
+            jobs.append(tuple(job))
+    return jobs
+
+
+def encode_job(layout: Layout, job: Sequence[Piece], base: Source | None, new: Source) -> JobResult:
+    """The chunks of one job: none if nothing changed. `base` None makes a full snapshot."""
+    read = [(p, layout.tensors[p.tensor].name) for p in job]
+    if base is None:
+        bits = [new.read(name, p.start, p.stop) for p, name in read]
+        together = bits[0] if len(bits) == 1 else np.concatenate(bits)
+        chunk = encode_dense(layout, job, together, exhaustive=False)
+        return JobResult((chunk,), _count((p, p.size) for p in job))
+    parts = [_part(p, base.read(name, p.start, p.stop), new.read(name, p.start, p.stop)) for p, name in read]
+    return _encode_parts(layout, [p for p in parts if p.indices.size])
+
+
+def _part(piece: Piece, old: Bits, new: Bits) -> Part:
+    return Part(piece, old, new, scan(old, new))
+
+
+def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
+    chunks: list[bytes] = []
+    sparse: list[Part] = []
+    dense: list[Part] = []
+    for part in parts:
+        if part.indices.size < DENSE_FROM * part.piece.size:
+            sparse.append(part)
+            continue
+        alone = encode_sparse(layout, [part])
+        whole = encode_dense(layout, [part.piece], part.new, exhaustive=True)
+        if part.piece.size >= ALONE_FROM:
+            chunks.append(min(alone, whole, key=len))
+        else:
+            (sparse if len(alone) <= len(whole) else dense).append(part)
+    if sparse:
+        chunks.append(encode_sparse(layout, sparse))
+    if dense:
+        bits = np.concatenate([p.new for p in dense])
+        chunks.append(encode_dense(layout, [p.piece for p in dense], bits, exhaustive=True))
+    return JobResult(tuple(chunks), _count((p.piece, p.indices.size) for p in parts))
+
+
+def _count(changes: Iterable[tuple[Piece, int]]) -> dict[int, int]:
+    changed: dict[int, int] = {}
+    for piece, count in changes:
+        changed[piece.tensor] = changed.get(piece.tensor, 0) + count
+    return changed
+
+
+def encode_anchor(layout: Layout, state: Mapping[str, Bits], workers: Workers | None = None) -> Encoded:
+    """A full snapshot. `state` maps every name of `layout` to its flat bits. Raises DeltaError as `ArraySource`."""
+    return _encode(layout, None, ArraySource(layout, state), workers)
+
+
+def encode_delta(
+    layout: Layout, base: Mapping[str, Bits], new: Mapping[str, Bits], workers: Workers | None = None
+) -> Encoded:
+    """What changes from `base` to `new` (flat bits by name, both over all of `layout`). Raises DeltaError."""
+    return _encode(layout, ArraySource(layout, base), ArraySource(layout, new), workers)
+
+
+def _encode(layout: Layout, base: Source | None, new: Source, workers: Workers | None) -> Encoded:
+    changed = [0] * len(layout.tensors)
+    chunks: list[bytes] = []
+    for result in (workers or Workers()).in_order(lambda job: encode_job(layout, job, base, new), plan_jobs(layout)):
+        chunks += result.chunks
+        for tensor, count in result.changed.items():
+            changed[tensor] += count
+    names = tuple(t.name for t, count in zip(layout.tensors, changed, strict=True) if count)
+    return Encoded(tuple(chunks), sum(changed), names, tuple(changed))
+
+
+def decode_chunk(layout: Layout, chunk: bytes, base: Source) -> list[TensorChange]:
+    """The changes in one chunk, all checked against `layout`. Reads `base` only if the chunk is sparse.
+
+    Raises:
+        DeltaError: it is damaged, not of this layout, or does not belong to these base weights.
+    """
+    head = read_head(layout, chunk)
+    name = {p.tensor: layout.tensors[p.tensor].name for p in head.pieces}
+    if head.kind == ChunkKind.SPARSE:
+        found = decode_sparse(head, chunk, lambda p: base.read(name[p.tensor], p.start, p.stop))
+        return [TensorChange(name[p.tensor], indices.astype(np.int64) + p.start, bits) for p, indices, bits in found]
+    bits, changes, at = decode_dense(head, chunk), [], 0
+    for piece in head.pieces:
+        changes.append(TensorChange(name[piece.tensor], None, bits[at : at + piece.size], piece.start))
+        at += piece.size
+    return changes
+
+
+def decode(
+    layout: Layout, chunks: Sequence[bytes], base: Mapping[str, Bits], workers: Workers | None = None
+) -> list[TensorChange]:
+    """Every change in `chunks`, over the old bits `base`; all are checked before any is returned.
+
+    Raises:
+        DeltaError: a chunk as `decode_chunk`, with its number; two chunks that cover the same elements.
+    """
+    source = ArraySource(layout, base)
+
+    def one(numbered: tuple[int, bytes]) -> list[TensorChange]:
+        try:
+            return decode_chunk(layout, numbered[1], source)
+        except DeltaError as error:
+            raise DeltaError(f"chunk {numbered[0]} is refused: {error}") from error
+
+    check_disjoint(layout, chunks)
+    return [c for changes in (workers or Workers()).in_order(one, enumerate(chunks)) for c in changes]
+
+
+def apply_changes(state: Mapping[str, Bits], changes: Iterable[TensorChange]) -> None:
+    """Write `changes` (decoded, hence checked) into the flat arrays of `state`."""
+    for change in changes:
+        if change.indices is None:
+            state[change.name][change.start : change.start + change.bits.size] = change.bits
+        else:
+            state[change.name][change.indices] = change.bits
+
+
+def check_disjoint(layout: Layout, chunks: Sequence[bytes]) -> None:
+    """Raises DeltaError if a head is malformed or two chunks cover the same element."""
+    covered = sorted((p.tensor, p.start, p.stop, i) for i, c in enumerate(chunks) for p in _head(layout, i, c).pieces)
+    for (tensor, _, stop, i), (other, start, _, j) in itertools.pairwise(covered):
+        if tensor == other and start < stop:
+            raise DeltaError(f"chunks {i} and {j} both change {layout.tensors[tensor].name!r} at element {start}")
+
+
+def _head(layout: Layout, number: int, chunk: bytes) -> ChunkHead:
+    try:
+        return read_head(layout, chunk)
+    except DeltaError as error:
+        raise DeltaError(f"chunk {number} is refused: {error}") from error
+
+
+def inspect_chunk(layout: Layout, chunk: bytes) -> ChunkInfo:
+    """What `chunk` says without its base. Raises DeltaError if it is damaged or not of this layout."""
+    head = read_head(layout, chunk)
+    if head.kind != ChunkKind.SPARSE:
+        decode_dense(head, chunk)
+        return ChunkInfo("dense", head.dtype, head.pieces, head.elements, 0)
+    steps: Any = read_changes(head, chunk).steps
+    unit = int(np.count_nonzero((steps == 1) | (steps == np.iinfo(steps.dtype).max)))
+    return ChunkInfo("sparse", head.dtype, head.pieces, int(steps.size), unit)

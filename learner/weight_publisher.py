@@ -15,6 +15,7 @@ import numpy as np
 
 from anabranch.kernels.delta_codec import CODEC, Bits, Encoded, encode_anchor, encode_delta
 from anabranch.kernels.digest import tensor_digest
+from anabranch.kernels.workers import Workers
 from anabranch.schemas.config import ChannelSection
 from anabranch.schemas.layout import Layout, root_digest
 from anabranch.schemas.manifest import Chunk, Manifest
@@ -47,7 +48,8 @@ class WeightPublisher:
         self._tensor_digests: dict[str, str] = {}
         self._version = fork_version
         self._digest = ""
-        self._last = Encoded((), 0, ())
+        self._last = Encoded((), 0, (), ())
+        self._workers = Workers(config.codec_threads)
         self._stamps: dict[tuple[str, int], int] = {}  # a publish that is retried must commit the very same manifest
 
     @property
@@ -59,7 +61,7 @@ class WeightPublisher:
         """Publish `state` as the epoch's anchor, at the fork version."""
         started = time.monotonic()
         self._channel.put_layout(self._layout)
-        encoded = encode_anchor(self._layout, state, zstd_level=self._config.zstd_level)
+        encoded = encode_anchor(self._layout, state, self._workers)
         digests = {t.name: tensor_digest(state[t.name]) for t in self._layout.tensors}
         digest = root_digest(self._layout, digests)
         self._commit("anchor", encoded, self._fork_version, digest, step)
@@ -75,7 +77,7 @@ class WeightPublisher:
         """
         started = time.monotonic()
         if version != self._version:
-            encoded = encode_delta(self._layout, self._base, state, zstd_level=self._config.zstd_level)
+            encoded = encode_delta(self._layout, self._base, state, self._workers)
             digests = self._tensor_digests | {n: tensor_digest(state[n]) for n in encoded.changed_tensors}
             digest = root_digest(self._layout, digests)
             self._commit("delta", encoded, version, digest, step)
@@ -84,7 +86,7 @@ class WeightPublisher:
             self._version, self._tensor_digests, self._digest = version, digests, digest
             self._last, self._stamps = encoded, {}
         if (version - self._fork_version) % self._config.anchor_every == 0:
-            anchor = encode_anchor(self._layout, state, zstd_level=self._config.zstd_level)
+            anchor = encode_anchor(self._layout, state, self._workers)
             self._commit("anchor", anchor, version, self._digest, step)
         self._channel.retain(self._config.keep_versions)
         return self._report(self._last, started)

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.kernels.delta_codec import UINT, TensorChange
+from anabranch.kernels.delta_codec import TensorChange
+from anabranch.kernels.delta_dtypes import uint_dtype
 from anabranch.kernels.digest import tensor_digest
 from anabranch.producers.checkpoint import checkpoint_tensors
 from anabranch.schemas.errors import DeltaError, ModelMismatchError
-from anabranch.schemas.layout import DTYPE_BYTES, Layout, TensorSpec, root_digest
+from anabranch.schemas.layout import Layout, TensorSpec, root_digest
 
 
 class SharedMemory:
@@ -73,7 +74,7 @@ def map_shared(path: str, size_bytes: int, *, writable: bool = False) -> NDArray
 def tensor_bits(image: NDArray[np.uint8], spec: TensorSpec) -> NDArray[Any]:
     """The elements of tensor `spec` inside a flat image, as unsigned integers of the dtype's width [numel]."""
     raw = image[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
-    return raw.view(UINT[DTYPE_BYTES[spec.dtype]])
+    return raw.view(uint_dtype(spec.dtype))
 
 
 class Mirror:
@@ -119,7 +120,7 @@ class Mirror:
         return tensor_bits(self.image, self.spec(name))
 
     def apply(self, changes: Iterable[TensorChange]) -> None:
-        """Set tensors, or elements of them, to new bit patterns.
+        """Set tensors, ranges of them or single elements to new bit patterns.
 
         Raises:
             ModelMismatchError: no such tensor.
@@ -130,10 +131,13 @@ class Mirror:
             self._check(change)
         for change in changes:
             self.touch(change.name)
-            self.tensor_bits(change.name)[slice(None) if change.indices is None else change.indices] = change.bits
+            whole = slice(change.start, change.start + change.bits.size)
+            self.tensor_bits(change.name)[whole if change.indices is None else change.indices] = change.bits
 
     def write(self, name: str, indices: NDArray[np.int64] | None, bits: NDArray[Any]) -> None:
         """`apply` of one change: `bits` [K] or [numel] unsigned integers, at flat `indices` [K] or everywhere (None)."""
+        if indices is None and bits.size != self.spec(name).numel:
+            raise DeltaError(f"{name}: {bits.size} elements do not fill its {self.spec(name).numel}")
         self.apply([TensorChange(name, indices, bits)])
 
     def touch(self, *names: str) -> None:
@@ -157,6 +161,8 @@ class Mirror:
 
     def _check(self, change: TensorChange) -> None:
         target, indices, bits = self.tensor_bits(change.name), change.indices, change.bits
+        if indices is None:
+            target = target[change.start : change.start + bits.size] if change.start >= 0 else target[:0]
         expected = len(target) if indices is None else len(indices)
         if bits.dtype != target.dtype or bits.shape != (expected,):
             raise DeltaError(f"{change.name}: {bits.dtype}{list(bits.shape)} does not fit {target.dtype}[{expected}]")

@@ -18,6 +18,7 @@ import structlog
 from numpy.typing import NDArray
 
 from anabranch.kernels.delta_codec import TensorChange, decode
+from anabranch.kernels.workers import Workers
 from anabranch.producers.mirror import Mirror
 from anabranch.producers.weight_plan import plan_path
 from anabranch.schemas.errors import AnabranchError, ConfigError, DeltaError
@@ -53,8 +54,12 @@ class Staged:
 class WeightFollower:
     """Runs `poll_once` on a thread of its own. The engine's thread calls `staged`, then `confirm` or `reject`."""
 
-    def __init__(self, channel: WeightChannel, mirror: Mirror, *, run: str, poll_ms: int) -> None:
+    def __init__(
+        self, channel: WeightChannel, mirror: Mirror, *, run: str, poll_ms: int, codec_threads: int = 1
+    ) -> None:
         self._channel, self.mirror, self._run = channel, mirror, run
+        self._state_bits = {name: mirror.tensor_bits(name) for name in mirror.layout.by_name}
+        self._workers = Workers(codec_threads)
         self._poll_s = poll_ms / 1000
         self._state = FollowerState.POLLING
         self._lock = threading.Lock()
@@ -82,6 +87,7 @@ class WeightFollower:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+        self._workers.close()
 
     def staged(self, *, wait_s: float = 0.0) -> Staged | None:
         """The update that waits to be swapped in, if any. Raises what following has failed of for good: a
@@ -124,24 +130,15 @@ class WeightFollower:
                 have=self._in_mirror,
                 head=head,
             )
-        changes = [self._fetch(manifest) for manifest in path]  # all of it, before the mirror is touched
-        changed = dict(self._unconfirmed)
-        for manifest, update in zip(path, changes, strict=True):
-            # Until the digest proves what is in the mirror, anything may be.
-            self._in_mirror, self._unconfirmed = None, dict.fromkeys(self.mirror.layout.by_name)
-            self.mirror.apply(update)
-            digest = self.mirror.digest()
-            if digest != manifest.result_digest:
-                raise DeltaError(f"weights {manifest.policy}: digest {digest}, manifest says {manifest.result_digest}")
-            self._in_mirror = (manifest.policy, digest)
-            _merge(changed, update)
-        self._unconfirmed = changed
+        fetched = [[self._channel.blob(c.digest) for c in m.chunks] for m in path]  # all, before the mirror is touched
+        for manifest, chunks in zip(path, fetched, strict=True):
+            self._advance(manifest, chunks)
         assert self._in_mirror is not None
         with self._lock:
             self._offer = Staged(
                 policy=self._in_mirror[0],
                 digest=self._in_mirror[1],
-                changed=changed,
+                changed=self._unconfirmed,
                 fetched_bytes=sum(m.payload_bytes for m in path),
                 path=tuple(f"{m.kind} {m.policy}" for m in path),
                 published_ms=path[-1].published_ms if path else 0,
@@ -151,8 +148,18 @@ class WeightFollower:
             self._ready.set()
         return True
 
-    def _fetch(self, manifest: Manifest) -> list[TensorChange]:
-        return decode(self.mirror.layout, [self._channel.blob(chunk.digest) for chunk in manifest.chunks])
+    def _advance(self, manifest: Manifest, chunks: list[bytes]) -> None:
+        """Take the mirror to `manifest`, whose base it holds; refused before a byte is written if a chunk is bad."""
+        update = decode(self.mirror.layout, chunks, self._state_bits, self._workers)
+        changed = dict(self._unconfirmed)
+        # Until the digest proves what is in the mirror, anything may be.
+        self._in_mirror, self._unconfirmed = None, dict.fromkeys(self.mirror.layout.by_name)
+        self.mirror.apply(update)
+        digest = self.mirror.digest()
+        if digest != manifest.result_digest:
+            raise DeltaError(f"weights {manifest.policy}: digest {digest}, manifest says {manifest.result_digest}")
+        _merge(changed, update)
+        self._in_mirror, self._unconfirmed = (manifest.policy, digest), changed
 
     def _clear_offer(self) -> None:
         self._offer = None

@@ -36,7 +36,7 @@ class Manifest(BaseModel):
     base_digest: str | None = Field(default=None, pattern=HEX128)
     result_digest: str = Field(pattern=HEX128)
     layout_hash: str = Field(pattern=HEX128)
-    codec: str = Field(description="codec name and major version, e.g. 'sparse-zstd/1'")
+    codec: str = Field(description="codec name and major version, e.g. 'class-golomb/1'")
     chunks: tuple[Chunk, ...]
     full_bytes: int = Field(ge=0, description="bytes of the dense state")
     changed_elements: int = Field(ge=0)

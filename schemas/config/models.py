@@ -223,7 +223,9 @@ class LearnerSection(Section):
 
 
 class ChannelSection(Section):
-    zstd_level: int = Field(1, ge=1, le=22)
+    codec_threads: int = Field(
+        2, ge=1, le=256, description="threads of the delta codec, in the learner and in producers"
+    )
     anchor_every: int = Field(
         50, ge=1, description="a full snapshot every N versions, so that a late joiner needs few deltas"
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from anabranch.kernels.delta_codec import CODEC, encode_delta
+from anabranch.kernels.delta_codec import CODEC, Encoded, encode_anchor, encode_delta
+from anabranch.kernels.digest import tensor_digest
+from anabranch.schemas.delta_file import DeltaHeader
 from anabranch.schemas.envelope import Envelope
-from anabranch.schemas.layout import Layout
+from anabranch.schemas.layout import Layout, root_digest
 from anabranch.schemas.manifest import Chunk, Manifest
 from anabranch.schemas.trajectory import Group, Rollout, encode_group
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
@@ -60,19 +62,25 @@ LAYOUT = Layout.build(
         ("model.step", "i64", ()),
     ]
 )
+_i = np.arange(600)
 BASE: dict[str, Any] = {
     "model.embed_tokens.weight": np.arange(20, dtype=np.uint16) + 0x3F80,
-    "model.layers.0.mlp.gate_proj.weight": np.arange(600, dtype=np.uint16),
+    # exponents 120, 121 (the most) and 122, either sign
+    "model.layers.0.mlp.gate_proj.weight": (
+        (_i % 2) << 15 | (120 + (_i % 7 > 0) + (_i % 11 == 5)) << 7 | (_i * 37) % 128
+    ).astype(np.uint16),
     "model.norm.weight": np.array([0, 1, 2, 3], np.uint32),
     "model.step": np.array([40], np.uint64),
 }
 NEW: dict[str, Any] = {
-    "model.embed_tokens.weight": BASE["model.embed_tokens.weight"],  # unchanged: no record
+    "model.embed_tokens.weight": BASE["model.embed_tokens.weight"],  # unchanged: in no segment
     "model.layers.0.mlp.gate_proj.weight": BASE["model.layers.0.mlp.gate_proj.weight"].copy(),
-    "model.norm.weight": np.array([0x3F800000, 0x80000000, 0x7FC00001, 3], np.uint32),  # 1.0, −0.0, a NaN: dense
-    "model.step": np.array([2**40 + 41], np.uint64),
+    "model.norm.weight": np.array([0x3F800000, 0x80000000, 0x7FC00001, 3], np.uint32),  # 1.0, −0.0, a NaN: all anew
+    "model.step": np.array([41], np.uint64),
 }
-NEW["model.layers.0.mlp.gate_proj.weight"][[0, 299, 599]] = [0x8000, 0x7FC1, 0xFFFF]  # sparse
+NEW["model.layers.0.mlp.gate_proj.weight"][[7, 40, 41, 300]] += 1  # one step away from zero
+NEW["model.layers.0.mlp.gate_proj.weight"][[203, 599]] -= 1  # and towards it
+NEW["model.layers.0.mlp.gate_proj.weight"][450] = 0x7FC1  # a NaN with a payload
 
 
 def entry_payload() -> bytes:
@@ -94,9 +102,30 @@ def layout_hash() -> bytes:
     return f"{LAYOUT.hash}\n".encode()
 
 
-def delta_chunk() -> bytes:
-    (chunk,) = encode_delta(LAYOUT, BASE, NEW).chunks
-    return chunk
+def delta_header(kind: Literal["anchor", "delta"], encoded: Encoded) -> DeltaHeader:
+    root = {
+        k: root_digest(LAYOUT, {n: tensor_digest(b) for n, b in s.items()}) for k, s in {"b": BASE, "n": NEW}.items()
+    }
+    delta = kind == "delta"
+    manifest = Manifest(
+        kind=kind, run="golden", epoch=2, version=41, base_version=40 if delta else None,
+        base_digest=root["b"] if delta else None, result_digest=root["n"], layout_hash=LAYOUT.hash, codec=CODEC,
+        chunks=tuple(Chunk(digest=tensor_digest(c), size_bytes=len(c)) for c in encoded.chunks),
+        full_bytes=LAYOUT.payload_bytes, changed_elements=encoded.changed_elements,
+        total_elements=sum(t.numel for t in LAYOUT.tensors), learner_step=41, fork_version=38,
+        published_ms=1_767_225_601_000,
+    )  # fmt: skip
+    return DeltaHeader(manifest, LAYOUT, encoded.changed_by_tensor, (len(encoded.chunks),))
+
+
+def delta_file() -> bytes:
+    encoded = encode_delta(LAYOUT, BASE, NEW)
+    return delta_header("delta", encoded).pack() + b"".join(encoded.chunks)
+
+
+def anchor_file() -> bytes:
+    encoded = encode_anchor(LAYOUT, NEW)
+    return delta_header("anchor", encoded).pack() + b"".join(encoded.chunks)
 
 
 def manifest() -> Manifest:
@@ -118,5 +147,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "layout.json": layout_json,
     "layout.hash": layout_hash,
     "manifest.json": manifest_json,
-    "delta.zst": delta_chunk,
+    "delta.abdelta": delta_file,
+    "anchor.abdelta": anchor_file,
 }

@@ -70,7 +70,9 @@ def test_bits_are_stored_untouched() -> None:
     ("change", "error"),
     [
         (TensorChange("nobody", None, np.zeros(1, np.uint16)), ModelMismatchError),
-        (TensorChange("a", None, np.zeros(14, np.uint16)), DeltaError),
+        (TensorChange("a", None, np.zeros(16, np.uint16)), DeltaError),
+        (TensorChange("a", None, np.zeros(2, np.uint16), start=14), DeltaError),
+        (TensorChange("a", None, np.zeros(2, np.uint16), start=-1), DeltaError),
         (TensorChange("a", None, np.zeros(15, np.uint32)), DeltaError),
         (TensorChange("a", np.array([15]), np.zeros(1, np.uint16)), DeltaError),
         (TensorChange("a", np.array([-1]), np.zeros(1, np.uint16)), DeltaError),

@@ -120,7 +120,7 @@ def test_a_mistake_says_where_it_was_made(layers: dict[str, Any], where: str) ->
         "learner.evaluate=1", 'learner.evaluate="yes"', "learner.lr=inf", "learner.lr=nan", "learner.zero_stage=4",
         "learner.betas=[0.9]", "learner.betas=0.9", "run.name=5", "run.name=../up", "run.name=", "run.seed=-1",
         "task.params=5", "producer.kv_policy=drop", "producer.dtype=int8", "learner=5", "regions=5", "hub=5",
-        "stream.max_entry_bytes=1", "sampling.group_size=1", "channel.zstd_level=99", "task.params.x=inf",
+        "stream.max_entry_bytes=1", "sampling.group_size=1", "channel.codec_threads=0", "task.params.x=inf",
     ],
 )  # fmt: skip
 def test_a_wrong_type_or_value_is_refused_and_named(override: str) -> None:

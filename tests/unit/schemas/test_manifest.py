@@ -15,7 +15,7 @@ HEX = "0123456789abcdef" * 2
 def manifest(**changes: object) -> Manifest:
     fields: dict[str, object] = {
         "kind": "delta", "run": "r", "epoch": 2, "version": 7, "base_version": 6, "base_digest": HEX,
-        "result_digest": HEX, "layout_hash": HEX, "codec": "sparse-zstd/1",
+        "result_digest": HEX, "layout_hash": HEX, "codec": "class-golomb/1",
         "chunks": (Chunk(digest=HEX, size_bytes=10), Chunk(digest=HEX[::-1], size_bytes=5)),
         "full_bytes": 1000, "changed_elements": 3, "total_elements": 500, "learner_step": 7, "fork_version": 4,
         "published_ms": 1,

@@ -1,0 +1,143 @@
+"""The pass of the decoder over dense old weights: where the changes of each class lie.
+
+Most elements belong to a handful of exponents. Those *heavy* classes are counted 64 elements at a time by vector
+compares; the few elements that are left go through a countdown one by one.
+
+Invariant: over the same old bits `locate` finds exactly the indices from which kernels/delta_scan.py took the ranks, and
+for any gaps whatever it finds at most as many as there are and touches no memory outside its arguments. Which classes
+are called heavy changes the speed alone. Equal to kernels/delta_reference.py, held by
+tests/property/test_delta_kernels.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.kernels.compiled import compiled
+from anabranch.kernels.delta_dtypes import CLASSES, BitForm, Bits
+from anabranch.kernels.lanes import LANES, class_mask, lowest_bit, popcount
+from anabranch.kernels.ordered import stepped
+
+NONE_LEFT = 2**40  # more than a chunk has elements
+SAMPLE = 2048  # elements from which the heavy classes are guessed
+MAX_HEAVY, HEAVY_SHARE = 8, 0.94  # measured best on real bf16 weights, benchmarks/README.md
+
+
+class ClassCursors:
+    """Where the decoder stands in every class, from piece to piece of a chunk.
+
+    `left` int64 [256]: unchanged elements to pass before the next change; `at` int64 [256]: the gap after that one, in
+    `following` int64 [k + 1]; `step_at` int64 [256]: the next step in `steps` [k].
+    """
+
+    def __init__(self, counts: NDArray[np.int64], gaps: NDArray[np.uint32], steps: Bits) -> None:
+        """`counts` [256] changes of each class; `gaps`, `steps` [k] grouped by class."""
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        occurring = np.flatnonzero(counts)
+        self.following = np.full(gaps.size + 1, NONE_LEFT, np.int64)
+        self.following[: max(0, gaps.size - 1)] = gaps[1:]
+        self.following[ends[occurring] - 1] = NONE_LEFT
+        self.left = np.full(CLASSES, NONE_LEFT, np.int64)
+        self.left[occurring] = gaps[starts[occurring]]
+        self.at = starts.copy()
+        self.step_at = starts.copy()
+        self.steps = steps
+
+
+def locate(old: Bits, form: BitForm, cursors: ClassCursors, room: int) -> tuple[NDArray[np.uint32], Bits]:
+    """The changes that lie in `old` [n]: their indices (uint32 [found], ascending) and new bits [found].
+
+    `cursors` goes on from the pieces before; `room` is how many changes are still to come.
+    """
+    shift, mask, sign = (old.dtype.type(x) for x in (form.exponent_shift, form.exponent_mask, _sign(form)))
+    indices = np.empty(room + LANES, np.uint32)
+    found = _locate(old, shift, mask, _heavy(old, form), cursors.left, cursors.at, cursors.following, indices)
+    indices = indices[:found]
+    bits = np.empty(found, old.dtype)
+    _new_bits(old, indices, shift, mask, sign, cursors.steps, cursors.step_at, bits)
+    return indices, bits
+
+
+def _sign(form: BitForm) -> int:
+    return form.sign_bit if form.is_float else 0
+
+
+def _heavy(old: Bits, form: BitForm) -> Bits:
+    """The classes that hold most of `old`, by a sample."""
+    if old.size < 4 * LANES:
+        return np.empty(0, old.dtype)
+    sample = old[:: max(1, old.size // SAMPLE)]
+    counts = np.bincount((sample >> old.dtype.type(form.exponent_shift)).astype(np.int64) & form.exponent_mask)
+    order = np.argsort(-counts)[:MAX_HEAVY]
+    enough = int(np.searchsorted(np.cumsum(counts[order]), HEAVY_SHARE * sample.size)) + 1
+    return order[:enough].astype(old.dtype)
+
+
+@compiled
+def _locate(old: Any, shift: Any, mask: Any, heavy: Any, left: Any, at: Any, following: Any, out: Any) -> Any:
+    found = 0
+    field = old.dtype.type(mask << shift)
+    blocks = old.size // LANES
+    for block in range(blocks):
+        start = block * LANES
+        seen, hits = np.uint64(0), np.uint64(0)
+        for h in range(heavy.size):
+            c = heavy[h]
+            members = class_mask(old, start, field, old.dtype.type(c << shift))
+            seen |= members
+            after = left[c] - popcount(members)
+            if after < 0:
+                passed = left[c]
+                while True:
+                    for _ in range(passed):
+                        members &= members - np.uint64(1)
+                    rest = members & (members - np.uint64(1))
+                    hits |= members ^ rest
+                    members = rest
+                    passed = following[at[c]]
+                    at[c] += 1
+                    after = passed - popcount(members)
+                    if after >= 0:
+                        break
+            left[c] = after
+        others = ~seen
+        while others != 0:  # without a branch on the hit: in these classes it is the rule or a toss-up
+            c = np.uint64((old[start + lowest_bit(others)] >> shift) & mask)
+            after = left[c] - 1
+            hit = after >> 63  # −1 or 0
+            left[c] = after ^ ((after ^ following[at[c]]) & hit)
+            at[c] -= hit
+            rest = others & (others - np.uint64(1))
+            hits |= (others ^ rest) & np.uint64(hit)
+            others = rest
+        if hits != 0:
+            n = popcount(hits)
+            for j in range(4):  # at most 4 in nearly all blocks: without a branch to mispredict
+                out[found + j] = start + lowest_bit(hits)
+                hits &= hits - np.uint64(1)
+            for j in range(4, n):
+                out[found + j] = start + lowest_bit(hits)
+                hits &= hits - np.uint64(1)
+            found += n
+    for i in range(blocks * LANES, old.size):
+        c = np.uint64((old[i] >> shift) & mask)
+        left[c] -= 1
+        if left[c] < 0:
+            left[c] = following[at[c]]
+            at[c] += 1
+            out[found] = i
+            found += 1
+    return found
+
+
+@compiled
+def _new_bits(old: Any, indices: Any, shift: Any, mask: Any, sign: Any, steps: Any, step_at: Any, out: Any) -> None:
+    for t in range(indices.size):
+        bits = old[indices[t]]
+        c = (bits >> shift) & mask
+        out[t] = stepped(bits, steps[step_at[c]], sign)
+        step_at[c] += 1
