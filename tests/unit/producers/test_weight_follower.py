@@ -124,11 +124,11 @@ def test_a_late_joiner_takes_the_newest_anchor(world: World) -> None:
 
 
 def test_dense_deltas_lose_against_an_anchor() -> None:
-    world = World(anchor_every=5)
+    world = World(anchor_every=30)
     world.follow()
-    for _ in range(5):
+    for _ in range(30):
         world.publish(density=0.9)
-    assert world.follow().path == ("anchor e1.v5",)
+    assert world.follow().path == ("anchor e1.v30",)
     world.assert_mirrored()
 
 
