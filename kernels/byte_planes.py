@@ -20,48 +20,80 @@ from anabranch.kernels.delta_dtypes import BitForm, Bits
 BLOCK = 8192  # elements that stay in the cache from plane to plane
 
 
-def to_planes(bits: Bits, form: BitForm) -> NDArray[np.uint8]:
-    """uint8 [width, n] of `bits` [n]: plane 0 holds the highest byte of every element."""
-    planes = np.empty((form.width_bytes, bits.size), np.uint8)
-    _split(bits, form.is_float, planes)
-    return planes
+def to_planes(bits: Bits, form: BitForm, planes: NDArray[np.uint8]) -> None:
+    """Fill `planes` uint8 [width, n] from `bits` [n]: plane 0 holds the highest byte of every element."""
+    if form.width_bytes == 1:
+        _rotate_bytes(bits, np.uint8(1 if form.is_float else 0), planes[0])
+    elif form.width_bytes == 2:
+        _split_pair(bits, form.is_float, planes[0], planes[1])
+    else:
+        _split(bits, form.is_float, planes)
 
 
 def from_planes(planes: Sequence[NDArray[np.uint8]], form: BitForm, out: Bits) -> None:
     """Inverse of `to_planes`: `planes` are `width` arrays uint8 [n]; fills `out` [n]."""
-    if form.width_bytes == 2:
+    if form.width_bytes == 1:
+        _rotate_bytes(planes[0], np.uint8(7 if form.is_float else 0), out)
+    elif form.width_bytes == 2:
         _join_pair(planes[0], planes[1], form.is_float, out)
-        return
-    out.fill(0)
-    for p, plane in enumerate(planes):
-        _or_plane(plane, out.dtype.type(8 * (form.width_bytes - 1 - p)), out)
-    if form.is_float:
-        _rotate_right(out, out.dtype.type(8 * form.width_bytes - 1))
+    else:
+        out.fill(0)
+        for p, plane in enumerate(planes):
+            _or_plane(plane, out.dtype.type(8 * (form.width_bytes - 1 - p)), out)
+        if form.is_float:
+            _rotate_right(out)
+
+
+@compiled
+def _rotate_bytes(source: Any, left: Any, out: Any) -> None:
+    right = (np.uint8(8) - left) & np.uint8(7)
+    for i in range(source.size):
+        out[i] = (source[i] << left) | (source[i] >> right)
+
+
+@compiled
+def _split_pair(bits: Any, rotate: Any, high: Any, low: Any) -> None:
+    if rotate:
+        for i in range(bits.size):
+            x = bits[i]
+            high[i] = x >> np.uint16(7)
+            low[i] = (x << np.uint16(1)) | (x >> np.uint16(15))
+    else:
+        for i in range(bits.size):
+            x = bits[i]
+            high[i] = x >> np.uint16(8)
+            low[i] = x
+
+
+@compiled
+def _join_pair(high: Any, low: Any, rotate: Any, out: Any) -> None:
+    if rotate:
+        for i in range(out.size):
+            x = (np.uint16(high[i]) << np.uint16(8)) | np.uint16(low[i])
+            out[i] = (x >> np.uint16(1)) | (x << np.uint16(15))
+    else:
+        for i in range(out.size):
+            out[i] = (np.uint16(high[i]) << np.uint16(8)) | np.uint16(low[i])
 
 
 @compiled
 def _split(bits: Any, rotate: Any, planes: Any) -> None:
     one, top = bits.dtype.type(1), bits.dtype.type(8 * planes.shape[0] - 1)
+    turned = np.empty(BLOCK, bits.dtype)
     for start in range(0, bits.size, BLOCK):
-        end = min(start + BLOCK, bits.size)
+        size = min(BLOCK, bits.size - start)
+        block = bits[start : start + size]
+        if rotate:
+            for i in range(size):
+                turned[i] = (block[i] << one) | (block[i] >> top)
+        else:
+            for i in range(size):
+                turned[i] = block[i]
         for p in range(planes.shape[0]):
             down = bits.dtype.type(8 * (planes.shape[0] - 1 - p))
-            plane = planes[p]
-            if rotate:
-                for i in range(start, end):
-                    x = bits[i]
-                    x = bits.dtype.type(x << one) | bits.dtype.type(x >> top)
-                    plane[i] = x >> down
-            else:
-                for i in range(start, end):
-                    plane[i] = bits[i] >> down
-
-
-@compiled
-def _join_pair(high: Any, low: Any, rotate: Any, out: Any) -> None:
-    for i in range(out.size):
-        x = (np.uint16(high[i]) << np.uint16(8)) | np.uint16(low[i])
-        out[i] = (x >> np.uint16(1)) | (x << np.uint16(15)) if rotate else x
+            plane = planes[p, start : start + size]
+            for i in range(size):
+                plane[i] = turned[i] >> down
 
 
 @compiled
@@ -71,8 +103,8 @@ def _or_plane(plane: Any, up: Any, out: Any) -> None:
 
 
 @compiled
-def _rotate_right(out: Any, top: Any) -> None:
-    one = out.dtype.type(1)
+def _rotate_right(out: Any) -> None:
+    one, top = out.dtype.type(1), out.dtype.type(8 * out.itemsize - 1)
     for i in range(out.size):
         x = out[i]
-        out[i] = out.dtype.type(x >> one) | out.dtype.type(x << top)
+        out[i] = (x >> one) | (x << top)

@@ -136,8 +136,7 @@ def encode_job(layout: Layout, job: Sequence[Piece], base: Source | None, new: S
     read = [(p, layout.tensors[p.tensor].name) for p in job]
     if base is None:
         bits = [new.read(name, p.start, p.stop) for p, name in read]
-        together = bits[0] if len(bits) == 1 else np.concatenate(bits)
-        chunk = encode_dense(layout, job, together, exhaustive=False)
+        chunk = encode_dense(layout, job, bits, exhaustive=False)
         return JobResult((chunk,), _count((p, p.size) for p in job))
     parts = [_part(p, base.read(name, p.start, p.stop), new.read(name, p.start, p.stop)) for p, name in read]
     return _encode_parts(layout, [p for p in parts if p.indices.size])
@@ -156,7 +155,7 @@ def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
             sparse.append(part)
             continue
         alone = encode_sparse(layout, [part])
-        whole = encode_dense(layout, [part.piece], part.new, exhaustive=True)
+        whole = encode_dense(layout, [part.piece], [part.new], exhaustive=True)
         if part.piece.size >= ALONE_FROM:
             chunks.append(min(alone, whole, key=len))
         else:
@@ -164,8 +163,7 @@ def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
     if sparse:
         chunks.append(encode_sparse(layout, sparse))
     if dense:
-        bits = np.concatenate([p.new for p in dense])
-        chunks.append(encode_dense(layout, [p.piece for p in dense], bits, exhaustive=True))
+        chunks.append(encode_dense(layout, [p.piece for p in dense], [p.new for p in dense], exhaustive=True))
     return JobResult(tuple(chunks), _count((p.piece, p.indices.size) for p in parts))
 
 
@@ -210,11 +208,43 @@ def decode_chunk(layout: Layout, chunk: bytes, base: Source) -> list[TensorChang
     if head.kind == ChunkKind.SPARSE:
         found = decode_sparse(head, chunk, lambda p: base.read(name[p.tensor], p.start, p.stop))
         return [TensorChange(name[p.tensor], indices.astype(np.int64) + p.start, bits) for p, indices, bits in found]
-    bits, changes, at = decode_dense(head, chunk), [], 0
+    body, changes, at = decode_dense(head, chunk), [], 0
     for piece in head.pieces:
-        changes.append(TensorChange(name[piece.tensor], None, bits[at : at + piece.size], piece.start))
+        bits = np.empty(piece.size, FORMS[head.dtype].uint)
+        body.write(at, bits)
+        changes.append(TensorChange(name[piece.tensor], None, bits, piece.start))
         at += piece.size
     return changes
+
+
+def decode_anchor(
+    layout: Layout, chunks: Sequence[bytes], state: Mapping[str, Bits], workers: Workers | None = None
+) -> None:
+    """Fill `state` (flat writable arrays over all of `layout`) from a snapshot's chunks, one chunk of memory at a time.
+
+    Raises:
+        DeltaError: a chunk is damaged or sparse, or the chunks do not cover every element once. Heads are checked before
+            anything is written; a damaged body is found when its turn comes, so `state` is in doubt then.
+    """
+    arrays = {spec.name: _flat(state, spec) for spec in layout.tensors}
+    heads = check_disjoint(layout, chunks)
+    sparse = [i for i, head in enumerate(heads) if head.kind == ChunkKind.SPARSE]
+    covered = sum(head.elements for head in heads)
+    if sparse or covered != sum(t.numel for t in layout.tensors):
+        raise DeltaError(f"not a full snapshot: its chunks cover {covered} elements, {len(sparse)} of them are sparse")
+
+    def one(i: int) -> None:
+        try:
+            body = decode_dense(heads[i], chunks[i])
+        except DeltaError as error:
+            raise DeltaError(f"chunk {i} is refused: {error}") from error
+        at = 0
+        for piece in heads[i].pieces:
+            body.write(at, arrays[layout.tensors[piece.tensor].name][piece.start : piece.stop])
+            at += piece.size
+
+    for _ in (workers or Workers()).in_order(one, range(len(chunks))):
+        pass
 
 
 def decode(
@@ -246,12 +276,14 @@ def apply_changes(state: Mapping[str, Bits], changes: Iterable[TensorChange]) ->
             state[change.name][change.indices] = change.bits
 
 
-def check_disjoint(layout: Layout, chunks: Sequence[bytes]) -> None:
-    """Raises DeltaError if a head is malformed or two chunks cover the same element."""
-    covered = sorted((p.tensor, p.start, p.stop, i) for i, c in enumerate(chunks) for p in _head(layout, i, c).pieces)
+def check_disjoint(layout: Layout, chunks: Sequence[bytes]) -> list[ChunkHead]:
+    """The heads of `chunks`. Raises DeltaError if one is malformed or two chunks cover the same element."""
+    heads = [_head(layout, i, chunk) for i, chunk in enumerate(chunks)]
+    covered = sorted((p.tensor, p.start, p.stop, i) for i, head in enumerate(heads) for p in head.pieces)
     for (tensor, _, stop, i), (other, start, _, j) in itertools.pairwise(covered):
         if tensor == other and start < stop:
             raise DeltaError(f"chunks {i} and {j} both change {layout.tensors[tensor].name!r} at element {start}")
+    return heads
 
 
 def _head(layout: Layout, number: int, chunk: bytes) -> ChunkHead:

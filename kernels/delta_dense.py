@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import zstandard
@@ -15,12 +16,13 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.byte_planes import from_planes, to_planes
 from anabranch.kernels.delta_chunk import ChunkHead, ChunkKind, Piece, put_varint, take_varint, write_head
-from anabranch.kernels.delta_dtypes import FORMS, Bits
+from anabranch.kernels.delta_dtypes import FORMS, BitForm, Bits
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout
 
 assert sys.byteorder == "little", "the codec views arrays as little-endian bytes"
 
+Buffer = bytes | bytearray | memoryview
 RAW_PLANE, ZSTD_PLANE = 0, 1
 SAMPLE = 32768  # elements by which a full trial of another kind is decided
 
@@ -40,54 +42,88 @@ _PLANE = _frame(
 _LEVEL_1 = _frame(compression_level=1)
 
 
-def encode_dense(layout: Layout, pieces: Sequence[Piece], bits: Bits, *, exhaustive: bool) -> bytes:
-    """The smallest chunk that holds `bits` (all elements of `pieces`, one after another).
+def encode_dense(layout: Layout, pieces: Sequence[Piece], arrays: Sequence[Bits], *, exhaustive: bool) -> bytes:
+    """The smallest chunk that holds `arrays`, all elements of each of `pieces`.
 
     With `exhaustive` every kind is tried in full; without it plain zstd only if a sample speaks for it.
     """
     form = FORMS[layout.tensors[pieces[0].tensor].dtype]
-    bodies = {ChunkKind.PLANES: _planes_body(to_planes(bits, form))}
-    if exhaustive or _sample_prefers_zstd(bits, form.width_bytes * SAMPLE):
-        bodies[ChunkKind.ZSTD] = _compress(bits.view(np.uint8), _LEVEL_1)
-    if min(map(len, bodies.values())) >= bits.nbytes:
-        bodies = {ChunkKind.RAW: bits.tobytes()}
-    kind = min(bodies, key=lambda k: len(bodies[k]))
-    return bytes(write_head(layout, kind, pieces)) + bodies[kind]
+    planes = np.empty((form.width_bytes, sum(p.size for p in pieces)), np.uint8)
+    at = 0
+    for bits in arrays:
+        to_planes(bits, form, planes[:, at : at + bits.size])
+        at += bits.size
+    bodies: dict[ChunkKind, list[Buffer]] = {ChunkKind.PLANES: _plane_parts(planes, exhaustive)}
+    if exhaustive or _sample_prefers_zstd(max(arrays, key=len)):
+        bodies[ChunkKind.ZSTD] = [_compress(_bytes_of(arrays), _LEVEL_1)]
+    sizes = {kind: sum(map(len, parts)) for kind, parts in bodies.items()}
+    kind = min(sizes, key=sizes.__getitem__)
+    if sizes[kind] >= planes.nbytes:
+        kind = ChunkKind.RAW
+        bodies[kind] = [_bytes_of(arrays).data]
+    return b"".join([write_head(layout, kind, pieces), *bodies[kind]])
 
 
-def _sample_prefers_zstd(bits: Bits, sample_bytes: int) -> bool:
+def _bytes_of(arrays: Sequence[Bits]) -> NDArray[np.uint8]:
+    return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)).view(np.uint8)
+
+
+def _sample_prefers_zstd(bits: Bits) -> bool:
+    """Never of weights, whose mantissas are noise; of masks, tables and constants."""
     middle = bits[max(0, bits.size // 2 - SAMPLE // 2) :][:SAMPLE]
-    plain = len(_compress(middle.view(np.uint8), _LEVEL_1))
-    return plain < 0.25 * min(sample_bytes, middle.nbytes)  # weights never: their mantissas are noise
+    return len(_compress(middle.view(np.uint8), _LEVEL_1)) < 0.25 * middle.nbytes
 
 
-def _planes_body(planes: NDArray[np.uint8]) -> bytes:
-    body = bytearray()
+def _plane_parts(planes: NDArray[np.uint8], exhaustive: bool) -> list[Buffer]:
+    parts: list[Buffer] = []
     for plane in planes:
-        packed = _compress(plane, _PLANE)
-        if len(packed) + 3 < plane.size:
-            body.append(ZSTD_PLANE)
-            put_varint(body, len(packed))
-            body += packed
+        packed = _compress(plane, _PLANE) if exhaustive or not _is_noise(plane) else None
+        if packed is not None and len(packed) + 3 < plane.size:
+            head = bytearray([ZSTD_PLANE])
+            put_varint(head, len(packed))
+            parts += [head, packed]
         else:
-            body.append(RAW_PLANE)
-            body += plane.data
-    return bytes(body)
+            parts += [bytes([RAW_PLANE]), plane.data]
+    return parts
+
+
+def _is_noise(plane: NDArray[np.uint8]) -> bool:
+    """Whether a sample from all over the plane does not shrink: mantissas."""
+    if plane.size < 2 * SAMPLE:
+        return False
+    rows = plane[: plane.size // 16 * 16].reshape(16, -1)[:, : SAMPLE // 16]
+    return len(_compress(np.ascontiguousarray(rows).reshape(-1), _PLANE)) > 0.98 * rows.size
 
 
 def _compress(data: NDArray[np.uint8], parameters: zstandard.ZstdCompressionParameters) -> bytes:
     return zstandard.ZstdCompressor(compression_params=parameters).compress(data.data)
 
 
-def decode_dense(head: ChunkHead, chunk: bytes) -> Bits:
-    """All elements of the chunk's pieces, one after another. Raises DeltaError."""
+@dataclass(frozen=True, slots=True)
+class DenseBody:
+    """All elements of a dense chunk, checked: still as `planes` (uint8 [n] each), or `flat` [n]."""
+
+    form: BitForm
+    planes: Sequence[NDArray[np.uint8]]
+    flat: Bits | None
+
+    def write(self, start: int, out: Bits) -> None:
+        """Fill `out` with the elements from `start` on."""
+        if self.flat is None:
+            from_planes([plane[start : start + out.size] for plane in self.planes], self.form, out)
+        else:
+            out[:] = self.flat[start : start + out.size]
+
+
+def decode_dense(head: ChunkHead, chunk: bytes) -> DenseBody:
+    """The body of a dense chunk. Raises DeltaError."""
     form = FORMS[head.dtype]
     n = head.elements
     body = memoryview(chunk)[head.body_at :]
     if head.kind == ChunkKind.RAW:
-        return _exactly(body, n * form.width_bytes).view(form.uint)
+        return DenseBody(form, (), _exactly(body, n * form.width_bytes).view(form.uint))
     if head.kind == ChunkKind.ZSTD:
-        return _decompress(body, n * form.width_bytes).view(form.uint)
+        return DenseBody(form, (), _decompress(body, n * form.width_bytes).view(form.uint))
     planes, at = [], 0
     for _ in range(form.width_bytes):
         if at >= len(body):
@@ -107,9 +143,7 @@ def decode_dense(head: ChunkHead, chunk: bytes) -> Bits:
             raise DeltaError(f"a plane is stored in unknown way {method}")
     if at != len(body):
         raise DeltaError(f"it has {len(body) - at} bytes left over")
-    out = np.empty(n, form.uint)
-    from_planes(planes, form, out)
-    return out
+    return DenseBody(form, planes, None)
 
 
 def _exactly(data: memoryview, size: int) -> NDArray[np.uint8]:

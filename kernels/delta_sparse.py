@@ -92,7 +92,7 @@ def _longest_run(indices: Any, size: Any) -> Any:
     longest, last = 0, -1
     for t in range(indices.size):
         longest = max(longest, indices[t] - last)
-        last = np.int64(indices[t])
+        last = int(indices[t])
     return max(longest, size - last) - 1
 
 

@@ -15,16 +15,21 @@ from tests.property.delta_strategies import DTYPES, bit_arrays
 def test_planes_are_inverted(dtype: str, n: int, data: st.DataObject) -> None:
     form = FORMS[dtype]
     bits = data.draw(bit_arrays(form, n))
-    planes = to_planes(bits, form)
-    assert planes.shape == (form.width_bytes, n)
+    planes = np.empty((form.width_bytes, n), np.uint8)
+    to_planes(bits, form, planes)
     out = np.empty_like(bits)
     from_planes(list(planes), form, out)
     assert np.array_equal(out, bits)
 
 
+def _planes(values: list[int], dtype: str) -> list[list[int]]:
+    form = FORMS[dtype]
+    planes = np.empty((form.width_bytes, len(values)), np.uint8)
+    to_planes(np.array(values, form.uint), form, planes)
+    return planes.tolist()
+
+
 def test_the_top_plane_is_the_exponent() -> None:
-    bf16 = np.array([0x3F80, 0xBF80, 0x0001, 0xFFFF], np.uint16)  # 1.0, −1.0, a denormal, a NaN
-    assert to_planes(bf16, FORMS["bf16"])[0].tolist() == [127, 127, 0, 255]
-    f32 = np.array([0x3F800000, 0xC0000000], np.uint32)  # 1.0, −2.0
-    assert to_planes(f32, FORMS["f32"])[0].tolist() == [127, 128]
-    assert to_planes(np.array([0x0102], np.uint16), FORMS["i16"]).tolist() == [[1], [2]]
+    assert _planes([0x3F80, 0xBF80, 0x0001, 0xFFFF], "bf16")[0] == [127, 127, 0, 255]  # 1.0, −1.0, a denormal, a NaN
+    assert _planes([0x3F800000, 0xC0000000], "f32")[0] == [127, 128]  # 1.0, −2.0
+    assert _planes([0x0102], "i16") == [[1], [2]]

@@ -17,6 +17,7 @@ from anabranch.kernels.delta_codec import (
     Encoded,
     apply_changes,
     decode,
+    decode_anchor,
     decode_chunk,
     encode_anchor,
     encode_delta,
@@ -65,7 +66,33 @@ def test_round_trip_is_exact(pair: tuple[Layout, State, State]) -> None:
 def test_an_anchor_needs_no_base(pair: tuple[Layout, State, State]) -> None:
     layout, _, new = pair
     garbage = {name: np.full_like(bits, 7) for name, bits in new.items()}
-    assert same(applied(layout, garbage, encode_anchor(layout, new).chunks), new)
+    chunks = encode_anchor(layout, new).chunks
+    assert same(applied(layout, garbage, chunks), new)
+    for workers in (None, Workers(2)):
+        state = {name: bits.copy() for name, bits in garbage.items()}
+        decode_anchor(layout, chunks, state, workers)
+        assert same(state, new)
+
+
+def test_what_is_no_full_snapshot_is_not_taken_for_one() -> None:
+    layout = Layout.build([("a", "bf16", (1000,)), ("b", "f32", (10,))])
+    base = {"a": np.arange(1000, dtype=np.uint16), "b": np.arange(10, dtype=np.uint32)}
+    new = base | {"a": base["a"] + (np.arange(1000) % 50 == 0).astype(np.uint16)}
+    state = {name: bits.copy() for name, bits in base.items()}
+    whole = encode_anchor(layout, new).chunks
+    for chunks in (
+        whole[:1],
+        whole[1:],
+        (),
+        encode_delta(layout, base, new).chunks,
+        (*whole, whole[0]),
+        (whole[0], b""),
+    ):
+        with pytest.raises(DeltaError):
+            decode_anchor(layout, chunks, state)
+        assert same(state, base)
+    with pytest.raises(DeltaError, match="chunk 1 is refused"):
+        decode_anchor(layout, (whole[0], whole[1][:-1]), state)
 
 
 @given(state_pairs(), st.integers(1, 700), st.integers(2, 4))
