@@ -5,7 +5,7 @@ meets all alike; none is reported that did not give back the exact new bits; a f
 Held by tests/unit/deploy/test_bench_codec.py.
 
 What is timed: encoding in memory from the two states (finding the changes included), and decoding into the new state
-over a private copy of the base that was made before. What is counted: the complete file. MB/s are 10^6 bytes of the
+over a private copy of the base that was made before; threads are started before. What is counted: the complete file. MB/s are 10^6 bytes of the
 whole new state per second. One thread means one core: the process is kept to it, also what a format starts by itself.
 """
 
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,12 @@ from anabranch.deploy.codec_packages import ArcV3, ZipNN
 from anabranch.deploy.codec_pair import Bits, Pair, load_pair
 from anabranch.deploy.codec_peers import Format
 from anabranch.deploy.codec_peers import peers as simple_peers
+from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import AnabranchError, UsageError
 
 Tell = Callable[[str], None]
+_SETTLE_S = 0.002
+NOISY_CORES = 0.1  # what an idle system's own work stays below
 Row = dict[str, Any]
 
 
@@ -85,6 +89,7 @@ def bench_pair(prefix: str, effort: Effort, *, peers: bool, snapshot: bool, scan
         AnabranchError: nothing changed in it, or a format is not exact.
     """
     pair = load_pair(prefix)
+    busy = busy_elsewhere()
     others = [*simple_peers(), ArcV3(pair.layout)] if peers else []
     figures = Figures(pair, bench_deltas(pair, [Delta(pair), *others], effort, tell))
     if snapshot:
@@ -97,7 +102,34 @@ def bench_pair(prefix: str, effort: Effort, *, peers: bool, snapshot: bool, scan
     if scan:
         tell("scan")
         figures.scan = bench_scan(pair, effort)
+    if (cores := busy()) > NOISY_CORES:
+        figures.notes.append(
+            f"other processes used {cores:.1f} of {all_cores()} cores meanwhile: repeat it on a quiet machine, "
+            "above all for figures on all cores"
+        )
     return figures
+
+
+def busy_elsewhere() -> Callable[[], float]:
+    """A function that says how many cores other processes have used on average since now; 0 where nothing tells."""
+
+    def used() -> tuple[float, float, float]:
+        try:
+            fields = (
+                Path("/proc/stat").read_text().split(None, 9)[1:8]
+            )  # of all cores: user nice system idle iowait ...
+        except OSError:
+            return 0.0, 0.0, time.monotonic()
+        ticks = sum(map(int, fields)) - int(fields[3]) - int(fields[4])
+        return ticks / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic()
+
+    start = used()
+
+    def since() -> float:
+        everybody, ours, wall = (now - then for now, then in zip(used(), start, strict=True))
+        return max(0.0, everybody - ours) / max(wall, 1e-3)
+
+    return since
 
 
 def all_cores() -> int:
@@ -136,36 +168,49 @@ def measure(pair: Pair, formats: Sequence[Format], threads: int, effort: Effort,
     """
     state = {name: np.empty_like(bits) for name, bits in pair.base.items()}
     out = [Measured(codec.name, threads) for codec in formats]
-    with on_cores(threads):
+    with on_cores(threads), Workers(threads) as workers:
         for codec in formats:
             tell(f"{codec.name}, {threads} threads: checking")
-            _check(codec.name, _run(codec, pair, state, threads, None), pair)
+            _check(codec.name, _run(codec, pair, state, workers, None), pair)
         for number in range(effort.repeats):
             for codec, measured in zip(formats, out, strict=True):
                 if number and sum(measured.encode_s) + sum(measured.decode_s) > effort.budget_s:
                     continue
                 tell(f"{codec.name}, {threads} threads: run {number + 1} of {effort.repeats}")
-                _run(codec, pair, state, threads, measured)
+                _run(codec, pair, state, workers, measured)
     return out
 
 
 def _run(
-    codec: Format, pair: Pair, state: dict[str, Bits], threads: int, measured: Measured | None
+    codec: Format, pair: Pair, state: dict[str, Bits], workers: Workers, measured: Measured | None
 ) -> Mapping[str, Bits]:
     base, new = codec.prepare(pair.base, pair.new)
+    settle()
     started = time.perf_counter()
-    encoded = codec.encode(base, new, threads)
+    encoded = codec.encode(base, new, workers)
     encode_s = time.perf_counter() - started
     for name, bits in pair.base.items():
         np.copyto(state[name], bits)
+    settle()
     started = time.perf_counter()
-    decoded = codec.decode(state, encoded, threads)
+    decoded = codec.decode(state, encoded, workers)
     decode_s = time.perf_counter() - started
     if measured is not None:
         measured.encode_s.append(encode_s)
         measured.decode_s.append(decode_s)
         measured.size_bytes.append(codec.size_bytes(encoded))
     return decoded
+
+
+def settle(deadline_s: float = 10.0) -> None:
+    """Wait until no thread of this process computes. arc_v3 returns as soon as it has enough and lets candidates that
+    are still being compressed run on, which would be taken from whoever is measured next."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        before = time.process_time()
+        time.sleep(_SETTLE_S)
+        if time.process_time() - before < _SETTLE_S / 4:
+            return
 
 
 def _check(name: str, decoded: Mapping[str, Bits], pair: Pair) -> None:

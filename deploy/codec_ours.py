@@ -9,7 +9,6 @@ digests of the two states, which a learner keeps from step to step and recompute
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Literal
 
@@ -17,13 +16,14 @@ import xxhash
 
 from anabranch.deploy.codec_pair import Bits, Pair
 from anabranch.deploy.codec_peers import State
-from anabranch.kernels.delta_codec import CODEC, Encoded, TensorChange, decode, encode_anchor, encode_delta
+from anabranch.kernels.delta_codec import CODEC, Encoded, apply_changes, decode, encode_anchor, encode_delta
 from anabranch.kernels.digest import tensor_digest
+from anabranch.kernels.workers import Workers
 from anabranch.schemas.delta_file import DeltaHeader
 from anabranch.schemas.layout import root_digest
 from anabranch.schemas.manifest import Chunk, Manifest
 
-_SHARED_FROM = 2**20  # changed elements from which applying them is shared by threads: below, a pool costs more
+_SHARED_FROM = 2**20  # changed elements from which applying them is worth waking other threads
 
 
 class Delta:
@@ -38,20 +38,18 @@ class Delta:
     def prepare(self, base: State, new: State) -> tuple[State, State]:
         return base, new
 
-    def encode(self, base: State, new: State, threads: int) -> Encoded:
-        return encode_delta(self._pair.layout, base, new, threads=threads)
+    def encode(self, base: State, new: State, workers: Workers) -> Encoded:
+        return encode_delta(self._pair.layout, base, new, workers)
 
     def size_bytes(self, encoded: Encoded) -> int:
         return len(self._header(encoded).pack()) + sum(map(len, encoded.chunks))
 
-    def decode(self, state: dict[str, Bits], encoded: Encoded, threads: int) -> State:
-        changes = decode(self._pair.layout, encoded.chunks, state, threads=threads)
-        if threads == 1 or sum(change.bits.size for change in changes) < _SHARED_FROM:
-            for change in changes:
-                _apply(state, change)
+    def decode(self, state: dict[str, Bits], encoded: Encoded, workers: Workers) -> State:
+        changes = decode(self._pair.layout, encoded.chunks, state, workers)
+        if sum(change.bits.size for change in changes) < _SHARED_FROM:
+            apply_changes(state, changes)
         else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(lambda change: _apply(state, change), changes))
+            list(workers.in_order(lambda change: apply_changes(state, [change]), changes))
         return state
 
     def _header(self, encoded: Encoded) -> DeltaHeader:
@@ -81,12 +79,5 @@ class Snapshot(Delta):
     name = "anabranch-snapshot"
     kind = "anchor"
 
-    def encode(self, base: State, new: State, threads: int) -> Encoded:
-        return encode_anchor(self._pair.layout, new, threads=threads)
-
-
-def _apply(state: State, change: TensorChange) -> None:
-    if change.indices is not None:
-        state[change.name][change.indices] = change.bits
-    else:
-        state[change.name][change.start : change.start + change.bits.size] = change.bits
+    def encode(self, base: State, new: State, workers: Workers) -> Encoded:
+        return encode_anchor(self._pair.layout, new, workers)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import UsageError
 from anabranch.schemas.layout import DTYPE_BYTES, Layout
 
@@ -61,10 +62,10 @@ class ArcV3:
     def prepare(self, base: State, new: State) -> tuple[Any, Any]:
         return self._tensors(base), self._tensors(new)
 
-    def encode(self, base: Any, new: Any, threads: int) -> tuple[dict[str, Any], dict[str, str]]:
+    def encode(self, base: Any, new: Any, workers: Workers) -> tuple[dict[str, Any], dict[str, str]]:
         from fireworks_delta_compression import delta_compress_dicts
 
-        with _torch_threads(threads), _pool(threads) as pool:
+        with _torch_threads(workers.threads), _pool(workers.threads) as pool:
             return delta_compress_dicts(base, new, self.name, executor=pool)
 
     def size_bytes(self, encoded: tuple[dict[str, Any], dict[str, str]]) -> int:
@@ -74,7 +75,7 @@ class ArcV3:
         tensors, checksums = encoded
         return len(save(tensors, metadata=checksums))
 
-    def decode(self, state: dict[str, Bits], encoded: tuple[dict[str, Any], dict[str, str]], threads: int) -> State:
+    def decode(self, state: dict[str, Bits], encoded: tuple[dict[str, Any], dict[str, str]], workers: Workers) -> State:
         from fireworks_delta_compression import delta_decompress
 
         tensors, checksums = encoded
@@ -85,7 +86,7 @@ class ArcV3:
                 src=base[name], compressed_diff=tensors[name], checksum=checksums[name], compression_format=self.name
             )
 
-        with _torch_threads(threads), _pool(threads) as pool, warnings.catch_warnings():
+        with _torch_threads(workers.threads), _pool(workers.threads) as pool, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # it makes tensors over bytes, which cannot be written to
             decoded = list((pool.map if pool else map)(one, tensors))
         uint = {name: bits.dtype for name, bits in state.items()}
@@ -119,10 +120,10 @@ class ZipNN:
         raw = {dtype: bytearray().join(new[n].data for n in names) for dtype, names in self._groups.items()}
         return base, raw
 
-    def encode(self, base: State, new: Any, threads: int) -> dict[str, bytes]:
+    def encode(self, base: State, new: Any, workers: Workers) -> dict[str, bytes]:
         zipnn = _zipnn()
         return {
-            dtype: zipnn.ZipNN(bytearray_dtype=_TORCH[dtype], threads=threads).compress(raw)
+            dtype: zipnn.ZipNN(bytearray_dtype=_TORCH[dtype], threads=workers.threads).compress(raw)
             if dtype in _ZIPNN
             else bytes(raw)
             for dtype, raw in new.items()
@@ -131,13 +132,13 @@ class ZipNN:
     def size_bytes(self, encoded: dict[str, bytes]) -> int:
         return sum(map(len, encoded.values()))
 
-    def decode(self, state: dict[str, Bits], encoded: dict[str, bytes], threads: int) -> State:
+    def decode(self, state: dict[str, Bits], encoded: dict[str, bytes], workers: Workers) -> State:
         zipnn = _zipnn()
         out: dict[str, Bits] = {}
         for dtype, blob in encoded.items():
             names = self._groups[dtype]
             if dtype in _ZIPNN:
-                blob = zipnn.ZipNN(bytearray_dtype=_TORCH[dtype], threads=threads).decompress(blob)
+                blob = zipnn.ZipNN(bytearray_dtype=_TORCH[dtype], threads=workers.threads).decompress(blob)
             flat = np.frombuffer(blob, state[names[0]].dtype) if len(blob) else state[names[0]][:0]
             assert flat.nbytes == sum(state[n].size for n in names) * DTYPE_BYTES[dtype]
             out |= zip(names, np.split(flat, np.cumsum([state[n].size for n in names])[:-1]), strict=True)

@@ -21,20 +21,19 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError
 
 Bits = NDArray[Any]
 State = Mapping[str, Bits]
-T = TypeVar("T")
 
 ZSTD_LEVEL = 1
 XOR_BLOCK_BYTES = 128 * 1024
@@ -53,13 +52,13 @@ class Format(Protocol):
         """What `encode` is given; a private copy where the format spoils its input."""
         ...
 
-    def encode(self, base: State, new: State, threads: int) -> Any: ...
+    def encode(self, base: State, new: State, workers: Workers) -> Any: ...
 
     def size_bytes(self, encoded: Any) -> int:
         """Bytes of the complete file."""
         ...
 
-    def decode(self, state: dict[str, Bits], encoded: Any, threads: int) -> State:
+    def decode(self, state: dict[str, Bits], encoded: Any, workers: Workers) -> State:
         """The new state. `state` holds the base's bits and may be written to."""
         ...
 
@@ -83,9 +82,9 @@ class Peer:
     def prepare(self, base: State, new: State) -> tuple[State, State]:
         return base, new
 
-    def encode(self, base: State, new: State, threads: int) -> bytes:
-        runs = split_runs(new, threads)
-        bodies = _each(lambda spans: self.encode_run(base, new, spans), runs, threads)
+    def encode(self, base: State, new: State, workers: Workers) -> bytes:
+        runs = split_runs(new, workers.threads)
+        bodies = list(workers.in_order(lambda spans: self.encode_run(base, new, spans), runs))
         lengths = struct.pack(f"<{len(bodies)}Q", *map(len, bodies))
         file = b"".join([_HEAD.pack(_MAGIC, len(bodies)), lengths, *bodies])
         return file + xxhash.xxh3_128_digest(file)
@@ -93,7 +92,7 @@ class Peer:
     def size_bytes(self, encoded: bytes) -> int:
         return len(encoded)
 
-    def decode(self, state: dict[str, Bits], encoded: bytes, threads: int) -> State:
+    def decode(self, state: dict[str, Bits], encoded: bytes, workers: Workers) -> State:
         content = memoryview(encoded)[:-_DIGEST_BYTES]
         if xxhash.xxh3_128_digest(content) != encoded[-_DIGEST_BYTES:]:
             raise DeltaError(f"{self.name}: the digest does not match")
@@ -102,8 +101,8 @@ class Peer:
             *itertools.accumulate(struct.unpack_from(f"<{count}Q", content, _HEAD.size), initial=_HEAD.size + 8 * count)
         ]
         bodies = [content[start:stop] for start, stop in itertools.pairwise(ends)]
-        jobs = list(zip(split_runs(state, threads), bodies, strict=True))
-        _each(lambda job: self.decode_run(state, *job), jobs, threads)
+        jobs = list(zip(split_runs(state, workers.threads), bodies, strict=True))
+        list(workers.in_order(lambda job: self.decode_run(state, *job), jobs))
         return state
 
     def encode_run(self, base: State, new: State, spans: Sequence[Span]) -> bytes:
@@ -252,10 +251,3 @@ def _compress(data: Bits | memoryview) -> bytes:
 
 def _decompress(data: memoryview) -> bytes:
     return zstandard.ZstdDecompressor().decompress(data)
-
-
-def _each(work: Callable[[T], Any], items: Sequence[T], threads: int) -> list[Any]:
-    if threads == 1:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, items))

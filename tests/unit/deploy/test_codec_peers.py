@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from anabranch.deploy import codec_packages
 from anabranch.deploy.codec_packages import ArcV3, ZipNN
 from anabranch.deploy.codec_peers import XOR_BLOCK_BYTES, Format, from_gaps, peers, split_runs, to_gaps
+from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError, UsageError
 from anabranch.schemas.layout import Layout
 
@@ -62,8 +63,9 @@ def states(density: float, seed: int = 0) -> tuple[dict[str, Bits], dict[str, Bi
 def round_trip(codec: Format, base: dict[str, Bits], new: dict[str, Bits], threads: int) -> Any:
     """Encodes, decodes onto a copy of the base, and checks every bit; neither state is touched. Returns the encoded."""
     kept = {name: bits.copy() for name, bits in (base | {f"new {n}": b for n, b in new.items()}).items()}
-    encoded = codec.encode(*codec.prepare(base, new), threads)
-    decoded = codec.decode({name: bits.copy() for name, bits in base.items()}, encoded, threads)
+    with Workers(threads) as workers:
+        encoded = codec.encode(*codec.prepare(base, new), workers)
+        decoded = codec.decode({name: bits.copy() for name, bits in base.items()}, encoded, workers)
     assert decoded.keys() == new.keys()
     for name, bits in new.items():
         assert decoded[name].dtype == bits.dtype
@@ -84,17 +86,17 @@ def test_peers_are_exact(codec: Format, density: float, threads: int) -> None:
 @pytest.mark.parametrize("codec", peers(), ids=lambda codec: codec.name)
 def test_a_flipped_byte_is_noticed(codec: Format) -> None:
     base, new = states(0.01)
-    file = bytearray(codec.encode(base, new, 1))
+    file = bytearray(codec.encode(base, new, Workers()))
     file[len(file) // 2] ^= 1
     with pytest.raises(DeltaError, match="digest"):
-        codec.decode(base, bytes(file), 1)
+        codec.decode(base, bytes(file), Workers())
 
 
 def test_int32_and_value_cost_six_bytes_a_change() -> None:
     base, new = states(0.2)
     changed = np.count_nonzero(base["embed"] != new["embed"])
     one = {"embed": base["embed"]}
-    assert 0 < len(peers()[0].encode(one, {"embed": new["embed"]}, 1)) - 6 * changed < 64
+    assert 0 < len(peers()[0].encode(one, {"embed": new["embed"]}, Workers())) - 6 * changed < 64
 
 
 @pytest.mark.parametrize("codec", peers()[1:], ids=lambda codec: codec.name)
@@ -103,7 +105,7 @@ def test_zstd_pays_for_steps_of_one(codec: Format) -> None:
     random = np.random.default_rng(1)
     old = (random.normal(0, 0.02, 1_000_000).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     new = np.where(random.random(old.size) < 0.004, old + 1, old).astype(np.uint16)
-    assert len(codec.encode({"w": old}, {"w": new}, 1)) < 4.2 * np.count_nonzero(old != new)
+    assert len(codec.encode({"w": old}, {"w": new}, Workers())) < 4.2 * np.count_nonzero(old != new)
 
 
 @given(st.lists(st.integers(0, 1 << 20), unique=True), st.lists(st.integers(0, 3), max_size=4))
