@@ -16,7 +16,15 @@ import xxhash
 
 from anabranch.deploy.codec_pair import Bits, Pair
 from anabranch.deploy.codec_peers import State
-from anabranch.kernels.delta_codec import CODEC, Encoded, apply_changes, decode, encode_anchor, encode_delta
+from anabranch.kernels.delta_codec import (
+    CODEC,
+    Encoded,
+    apply_changes,
+    decode,
+    decode_anchor,
+    encode_anchor,
+    encode_delta,
+)
 from anabranch.kernels.digest import tensor_digest
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.delta_file import DeltaHeader
@@ -81,3 +89,7 @@ class Snapshot(Delta):
 
     def encode(self, base: State, new: State, workers: Workers) -> Encoded:
         return encode_anchor(self._pair.layout, new, workers)
+
+    def decode(self, state: dict[str, Bits], encoded: Encoded, workers: Workers) -> State:
+        decode_anchor(self._pair.layout, encoded.chunks, state, workers)
+        return state
