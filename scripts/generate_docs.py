@@ -9,20 +9,21 @@ from __future__ import annotations
 import ast
 import json
 import re
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pyarrow as pa
-import zstandard
 
 from anabranch.cli.config import describe_keys
 from anabranch.schemas.config import CorrectionSection
-from anabranch.schemas.layout import DTYPE_BYTES, Layout
+from anabranch.schemas.delta_file import PREFIX, DeltaHeader, frame_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))  # for delta_trace: this script runs isolated (-I)
+import delta_trace  # noqa: E402 - needs the path above
+
 GOLDEN = ROOT / "tests" / "golden"
 FOLDERS = {
     "schemas": "wire contracts and configuration; neither torch nor redis, no I/O",
@@ -136,50 +137,28 @@ def wire_example() -> str:
 
 
 def delta_example() -> str:
-    """tests/golden/delta.zst, unpacked and read by a second decoder that follows docs/delta-format.md."""
-    layout = Layout.from_json((GOLDEN / "layout.json").read_bytes())
-    stored = (GOLDEN / "delta.zst").read_bytes()
-    raw = zstandard.ZstdDecompressor().decompress(stored)
-    rows: list[tuple[int, int, str]] = []  # offset, end, meaning
-    sets: list[str] = []
-    at = 8
-    (records,) = struct.unpack_from("<I", raw, 4)
-    rows += [(0, 4, 'magic "ABD1"'), (4, 8, f"{records} records")]
-    read = []
-    for number in range(records):
-        index, mode, count = struct.unpack_from("<IBQ", raw, at)
-        read.append((layout.tensors[index], mode, count))
-        names = {1: "sparse", 2: "dense"}
-        rows += [
-            (at, at + 4, f"record {number}: tensor {index}, {layout.tensors[index].name}"),
-            (at + 4, at + 5, f"  mode {mode}, {names[mode]}"),
-            (at + 5, at + 13, f"  {count} element{'s' if count > 1 else ''}"),
-        ]
-        at += 13
-    for number, (spec, mode, count) in enumerate(read):
-        indices = list(range(count))
-        if mode == 1:
-            gaps, at = _planes(raw, at, count, 4, f"body {number}: gaps", rows)
-            indices = [sum(gaps[: i + 1]) + i for i in range(count)]
-        bits, at = _planes(raw, at, count, DTYPE_BYTES[spec.dtype], f"body {number}: new bits", rows)
-        width = 2 * DTYPE_BYTES[spec.dtype]
-        pairs = zip(indices, bits, strict=True)
-        sets += [f"{spec.name}[{i}] = 0x{value:0{width}x}" for i, value in pairs]
-    hexdump = [f"{start:4d}  {raw[start:end].hex(' '):<24} {text}" for start, end, text in rows]
-    sizes = f"{len(stored)} bytes on the wire, {len(raw)} unpacked (offset, bytes, meaning):"
-    return "\n".join([sizes, "", "```text", *hexdump, "```", "", "It sets:", "", "```text", *sets, "```", ""])
+    """tests/golden/delta.abdelta, read by a second decoder that follows docs/delta-format.md."""
+    stored = (GOLDEN / "delta.abdelta").read_bytes()
+    at = PREFIX.size + frame_bytes(stored[: PREFIX.size])
+    header = DeltaHeader.unpack(stored[: PREFIX.size], stored[PREFIX.size : at])
+    lines = [
+        f"{len(stored)} bytes (offset in the file or chunk, bytes, meaning):",
+        "",
+        "```text",
+        _row(0, stored[:8], f'magic "{stored[:8].decode()}"'),
+        _row(8, stored[8:12], f"the header frame has {at - PREFIX.size} bytes"),
+        _row(12, stored[12:28], "xxh3-128 of bytes 0 to 11 and the frame"),
+        f"{PREFIX.size:4d}  ...                      zstd frame of the JSON header; at {at} begin the chunks",
+    ]
+    for number, chunk in enumerate(header.manifest.chunks):
+        lines += ["", f"chunk {number}, {chunk.size_bytes} bytes, at {at}"]
+        lines += delta_trace.rows(header.layout, stored[at : at + chunk.size_bytes])
+        at += chunk.size_bytes
+    return "\n".join([*lines, "```", ""])
 
 
-def _planes(
-    raw: bytes, at: int, count: int, width: int, what: str, rows: list[tuple[int, int, str]]
-) -> tuple[list[int], int]:
-    values = [0] * count
-    for plane in range(width):
-        end = at + count
-        rows.append((at, end, f"{what}, byte {plane} of each"))
-        values = [value | byte << (8 * plane) for value, byte in zip(values, raw[at:end], strict=True)]
-        at = end
-    return values, at
+def _row(at: int, data: bytes, meaning: str) -> str:
+    return f"{at:4d}  {data.hex(' '):<24} {meaning}"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
