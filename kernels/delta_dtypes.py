@@ -2,7 +2,7 @@
 
 Invariant: `to_ordered` and `from_ordered` are inverse bijections of the bit patterns, so a step between two ordered
 values (modulo 2^width) determines the new pattern from the old one, whatever it means as a number: −0.0, NaN payloads
-and denormals included. Held by tests/property/test_delta_numbers.py.
+and denormals included. Held by tests/property/test_delta_kernels.py.
 """
 
 from __future__ import annotations

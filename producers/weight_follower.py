@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from anabranch.kernels.delta_codec import TensorChange, decode
+from anabranch.kernels.delta_codec import TensorChange, decode, decode_anchor
 from anabranch.kernels.workers import Workers
 from anabranch.producers.mirror import Mirror
 from anabranch.producers.weight_plan import plan_path
@@ -149,12 +149,19 @@ class WeightFollower:
         return True
 
     def _advance(self, manifest: Manifest, chunks: list[bytes]) -> None:
-        """Take the mirror to `manifest`, whose base it holds; refused before a byte is written if a chunk is bad."""
-        update = decode(self.mirror.layout, chunks, self._state_bits, self._workers)
-        changed = dict(self._unconfirmed)
+        """Take the mirror to `manifest`, whose base it holds. A bad chunk of a delta is refused before a byte is written;
+        a snapshot is decoded straight into the mirror, since a second copy of the model would not fit beside it."""
+        layout, changed = self.mirror.layout, dict(self._unconfirmed)
+        delta = manifest.kind == "delta"
+        update = decode(layout, chunks, self._state_bits, self._workers) if delta else []
         # Until the digest proves what is in the mirror, anything may be.
-        self._in_mirror, self._unconfirmed = None, dict.fromkeys(self.mirror.layout.by_name)
-        self.mirror.apply(update)
+        self._in_mirror, self._unconfirmed = None, dict.fromkeys(layout.by_name)
+        if delta:
+            self.mirror.apply(update)
+        else:
+            changed = dict.fromkeys(layout.by_name)
+            self.mirror.touch(*layout.by_name)
+            decode_anchor(layout, chunks, self._state_bits, self._workers)
         digest = self.mirror.digest()
         if digest != manifest.result_digest:
             raise DeltaError(f"weights {manifest.policy}: digest {digest}, manifest says {manifest.result_digest}")
