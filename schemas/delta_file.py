@@ -64,7 +64,7 @@ class DeltaHeader:
             if told != is_:
                 raise DeltaError(f"the header contradicts itself: its {what} is {told}, its other parts say {is_}")
         if not self.stages or min(self.stages) < 0 or (manifest.kind == "anchor" and len(self.stages) != 1):
-            raise DeltaError(f"the header of a {manifest.kind} has stages {list(self.stages)[:9]}")
+            raise DeltaError(f"the header says {manifest.kind}, with stages {list(self.stages)[:9]}")
         for spec, changed, numel in zip(layout.tensors, self.changed, elements, strict=True):
             least = numel if manifest.kind == "anchor" else 0
             if not least <= changed <= numel * len(self.stages):

@@ -62,7 +62,7 @@ def step(state: State, *, share: float = 0.05, seed: int = 1) -> State:
 
 def save(path: Path, state: State, *, shards: int = 0, metadata: dict[str, str] | None = None) -> Path:
     """A file when `shards` is 0, else a folder: one file without an index for 1, shards with an index for more."""
-    metadata = metadata if metadata is not None else {"format": "pt", "note": "kept"}
+    metadata = metadata if metadata is not None else {"note": "kept"}  # of several keys the package shuffles the order
     if shards == 0:
         save_file(state, path, metadata=metadata)
         return path

@@ -13,6 +13,9 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,13 +43,18 @@ class Aside:
         self.path = target.with_name(f".{target.name}.part")
         self._folder = folder
         self._committed = False
-        self._fd = -1
+        self._fd = -1  # holds the lock
 
     def __enter__(self) -> Self:
         if not self.target.parent.is_dir():
             raise UsageError(f"{self.target}: there is no folder {self.target.parent}")
-        while self._fd < 0:
-            self._fd = self._open()
+        try:
+            with _undisturbed():
+                while self._fd < 0:
+                    self._fd = self._open()
+        except BaseException:  # Ctrl-C that had to wait comes here
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def commit(self, *, replace: bool = False) -> None:
@@ -57,19 +65,24 @@ class Aside:
         """
         os.fsync(self._fd)
         refuse_existing(self.target, replace=replace, folder=self._folder)
-        if self._folder and self.target.exists():
-            self._exchange()
-        else:
-            os.rename(self.path, self.target)
-        self._committed = True
+        with _undisturbed():
+            if self._folder and self.target.exists():
+                self._exchange()
+            else:
+                os.rename(self.path, self.target)
+            self._committed = True
         sync_directory(self.target.parent)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            if not self._committed:
-                _remove(self.path)
-        finally:
-            os.close(self._fd)
+        with _undisturbed():
+            fd, self._fd = self._fd, -1
+            if fd < 0:
+                return
+            try:
+                if not self._committed:
+                    _remove(self.path)
+            finally:
+                os.close(fd)
 
     def _open(self) -> int:
         """The descriptor of the empty file or folder aside, locked; -1 if another process just took it away."""
@@ -120,6 +133,27 @@ def refuse_existing(target: Path, *, replace: bool, folder: bool) -> None:
         raise UsageError(f"{target} exists; --force replaces it")
     if target.is_dir() != folder:
         raise UsageError(f"{target} is a {'folder' if target.is_dir() else 'file'}; remove it first")
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the block is left: what it makes or removes is whole then.
+
+    By Python's handlers, not by the thread's mask: a library's thread would take the signal, and Python would still run
+    the handler here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _remove(path: Path) -> None:

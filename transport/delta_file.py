@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -124,10 +124,11 @@ class DeltaWriter:
             self._spool.write(content)
             self.chunks.append(Chunk(digest=xxhash.xxh3_128_hexdigest(content), size_bytes=len(content)))
 
-    def finish(self, make_header: Callable[[tuple[Chunk, ...]], DeltaHeader]) -> int:
-        """Put the file under its name, headed by what `make_header` makes of its chunks. Returns its size in bytes."""
+    def finish(self, header: DeltaHeader) -> int:
+        """Put the file under its name, with a `header` that lists `self.chunks`. Returns its size in bytes."""
         assert self._spool is not None
-        head = make_header(tuple(self.chunks)).pack()
+        assert header.manifest.chunks == tuple(self.chunks)
+        head = header.pack()
         with self._aside.path.open("wb") as file:
             file.write(head)
             self._spool.seek(0)

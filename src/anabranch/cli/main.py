@@ -17,7 +17,7 @@ import anabranch
 from anabranch.cli.common import HelpFormatter
 
 # command modules, in the order of --help; each has add_parser(subparsers), whose parser sets `run`
-COMMANDS = ("demo", "learn", "produce", "record", "model", "config", "ledger", "weights", "report", "bench")
+COMMANDS = ("demo", "learn", "produce", "record", "model", "config", "ledger", "weights", "delta", "report", "bench")
 
 EPILOG = """\
 examples:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,32 @@ def test_without_commit_nothing_is_left(tmp_path: Path, folder: bool) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert os.listdir(tmp_path) == ([] if folder else ["other"])
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("call", ["open", "mkdir", "unlink", "rmdir", "rename"])
+def test_a_signal_waits_for_what_must_be_done_in_one(
+    tmp_path: Path, folder: bool, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that comes while the folder was made and is not locked yet, or is being removed."""
+    real = getattr(os, call)
+
+    def interrupted(*args: object, **options: object) -> object:
+        done = real(*args, **options)
+        monkeypatch.setattr(os, call, real)
+        signal.raise_signal(signal.SIGINT)
+        return done
+
+    monkeypatch.setattr(os, call, interrupted)
+
+    def make(*, commit: bool) -> None:
+        with Aside(tmp_path / "x", folder=folder) as aside:
+            if commit:
+                aside.commit()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        make(commit=call == "rename")
+    assert os.listdir(tmp_path) == (["x"] if call == "rename" else [])
 
 
 def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:

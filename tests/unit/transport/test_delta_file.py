@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from tests.unit.schemas.test_delta_file import header
 CHUNKS = (b"first chunk", b"", b"third")
 
 
-def make(chunks: tuple[Chunk, ...]) -> DeltaHeader:
-    return header(chunks=chunks, stages=(2, 1))
+def make(chunks: Sequence[Chunk]) -> DeltaHeader:
+    return header(chunks=tuple(chunks), stages=(2, 1))
 
 
 def written(path: Path) -> Path:
     with DeltaWriter(path) as writer:
         writer.add(CHUNKS[:1])
         writer.add(CHUNKS[1:])
-        assert writer.finish(make) == path.stat().st_size
+        assert writer.finish(make(writer.chunks)) == path.stat().st_size
     return path
 
 
@@ -98,7 +99,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     def fill(size_bytes: int) -> None:
         with file_size_limit(size_bytes), DeltaWriter(tmp_path / "d") as writer:
             writer.add([bytes(30_000)])
-            writer.finish(lambda chunks: header(chunks=chunks, stages=(1,)))
+            writer.finish(header(chunks=tuple(writer.chunks), stages=(1,)))
 
     for size_bytes in (0, 20_000, 30_000):  # in the spool; in the file itself
         with pytest.raises(OSError, match="File too large"):
@@ -121,5 +122,5 @@ def test_two_writers_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(TemporaryError), DeltaWriter(tmp_path / "d"):
             pass
         writer.add(CHUNKS)
-        writer.finish(make)
+        writer.finish(make(writer.chunks))
     assert os.listdir(tmp_path) == ["d"]

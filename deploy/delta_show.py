@@ -1,0 +1,149 @@
+"""`anabranch delta show`: what a delta file says, without the weights it applies to.
+
+Invariant: the numbers come from the header and from the chunks, whose digests are checked; the bytes of tensors that share
+a chunk are an estimate, by their share of its changed elements. Held by tests/unit/deploy/test_delta_show.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from anabranch.deploy.delta_progress import progress
+from anabranch.kernels.delta_codec import inspect_chunk
+from anabranch.kernels.workers import Workers
+from anabranch.schemas.errors import DeltaError
+from anabranch.transport.delta_file import DeltaFile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MANY_TENSORS = 40  # from here on layers are shown, unless all tensors are asked for
+_LAYER = re.compile(r"^\D*?\b\d+(?=\.)")  # up to the first number that is a part of the name: "model.layers.12"
+
+
+@dataclass
+class Row:
+    """One tensor, or the sum of a layer (`dtype` and `shape` empty then). `bytes` is an estimate."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    elements: int
+    changed: int
+    bytes: float
+
+    @property
+    def density(self) -> float:
+        return self.changed / self.elements if self.elements else 0.0
+
+
+def describe(delta: DeltaFile, *, threads: int) -> dict[str, Any]:
+    """Everything that `show` knows of `delta`, ready for JSON. Raises DeltaError if a chunk is damaged."""
+    manifest, layout = delta.header.manifest, delta.header.layout
+    rows = [
+        Row(t.name, t.dtype, list(t.shape), t.numel, changed, 0.0)
+        for t, changed in zip(layout.tensors, delta.header.changed, strict=True)
+    ]
+    sparse = units = 0
+    kinds: dict[str, int] = {}
+    numbers = range(len(manifest.chunks))
+    with progress(f"reading {delta.path.name}", manifest.payload_bytes) as advance, Workers(threads) as workers:
+        for chunk, info in zip(manifest.chunks, workers.in_order(lambda n: _inspect(delta, n), numbers), strict=True):
+            kinds[info.kind] = kinds.get(info.kind, 0) + 1
+            if info.kind == "sparse":
+                sparse += info.changed_elements
+                units += info.unit_steps
+            pieces = [(rows[p.tensor], p.stop - p.start) for p in info.pieces]
+            weights = [row.density * size for row, size in pieces]
+            for (row, _), weight in zip(pieces, weights, strict=True):
+                row.bytes += chunk.size_bytes * weight / (sum(weights) or 1)
+            advance(chunk.size_bytes)
+    changed = manifest.changed_elements
+    return {
+        "file": str(delta.path),
+        **manifest.model_dump(mode="json", exclude={"chunks"}),
+        "identity": delta.identity,
+        "size_bytes": delta.size_bytes,
+        "header_bytes": delta.header_bytes,
+        "stages": len(delta.header.stages),
+        "chunks": len(manifest.chunks),
+        "chunks_by_kind": kinds,
+        "density": changed / manifest.total_elements if manifest.total_elements else 0.0,
+        "bytes_per_change": delta.size_bytes / changed if changed else None,
+        "unit_step_share": units / sparse if sparse else None,
+        "changed_tensors": sum(1 for row in rows if row.changed),
+        "tensors": [{**asdict(row), "density": row.density} for row in rows],
+    }
+
+
+def _inspect(delta: DeltaFile, number: int) -> Any:
+    try:
+        return inspect_chunk(delta.header.layout, delta.chunk(number))
+    except DeltaError as error:
+        raise DeltaError(f"{delta.path}: chunk {number}: {error}") from error
+
+
+def summary(about: dict[str, Any]) -> list[tuple[str, str]]:
+    """The lines over the table: what, and its value."""
+    anchor = about["kind"] == "anchor"
+    full, size = about["full_bytes"], about["size_bytes"]
+    change = f"{about['changed_elements']:,} of {about['total_elements']:,} elements ({about['density']:.4%})"
+    each = about["bytes_per_change"]
+    return [
+        ("kind", f"{about['kind']}, codec {about['codec']}"),
+        ("run", f"{about['run']}, epoch {about['epoch']}"),
+        ("version", str(about["version"]) if anchor else f"{about['base_version']} -> {about['version']}"),
+        ("base digest", about["base_digest"] or "none: a full snapshot"),
+        ("result digest", about["result_digest"]),
+        ("layout", f"{len(about['tensors'])} tensors, hash {about['layout_hash']}"),
+        ("size", f"{size:,} bytes, header {about['header_bytes']:,}; dense {full:,}"
+                 + (f" ({full / size:,.1f} times as much)" if size else "")),
+        ("chunks", f"{about['chunks']}" + (f" in {about['stages']} stages" if about["stages"] > 1 else "")
+                   + "".join(f", {count} {kind}" for kind, count in sorted(about["chunks_by_kind"].items()))),
+        ("changed", ("everything" if anchor else change + (", added up over the stages" if about["stages"] > 1 else ""))
+                    + f", in {about['changed_tensors']} tensors"),
+        ("bytes per change", "-" if each is None else f"{each:.3f}"),
+        ("steps of one", "-" if about["unit_step_share"] is None else f"{about['unit_step_share']:.2%}"),
+    ]  # fmt: skip
+
+
+def rows_to_show(about: dict[str, Any], *, every: bool) -> tuple[str, list[Row]]:
+    """What a row of the table is, "tensor" or "layer", and the rows; layers when there are very many tensors."""
+    rows = [Row(**{key: value for key, value in row.items() if key != "density"}) for row in about["tensors"]]
+    if every or len(rows) <= MANY_TENSORS:
+        return "tensor", rows
+    return "layer", list(_by_layer(rows))
+
+
+def _by_layer(rows: Iterable[Row]) -> Iterable[Row]:
+    layers: dict[str, Row] = {}
+    for row in rows:
+        found = _LAYER.match(row.name)
+        name = found[0] if found else row.name
+        layer = layers.setdefault(name, Row(name, "", [], 0, 0, 0.0))
+        layer.elements += row.elements
+        layer.changed += row.changed
+        layer.bytes += row.bytes
+    return layers.values()
+
+
+def table(about: dict[str, Any], *, every: bool) -> Table:
+    """A rich table of tensors, or of layers."""
+    from rich.table import Table
+
+    what, rows = rows_to_show(about, every=every)
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    made.add_column(what, overflow="fold")
+    if what == "tensor":
+        made.add_column("dtype")
+        made.add_column("shape")
+    for column in ("changed", "density", "bytes ~", "bytes/change ~"):
+        made.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        form = [row.dtype, "x".join(map(str, row.shape)) or "scalar"] if what == "tensor" else []
+        each = f"{row.bytes / row.changed:.2f}" if row.changed else "-"
+        made.add_row(row.name, *form, f"{row.changed:,}", f"{row.density:.4%}", f"{row.bytes:,.0f}", each)
+    return made

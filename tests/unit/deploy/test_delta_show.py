@@ -1,0 +1,124 @@
+"""What show says adds up, for a small model and for one with very many tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from anabranch.deploy.delta_diff import diff
+from anabranch.deploy.delta_encode import Labels
+from anabranch.deploy.delta_merge import merge
+from anabranch.deploy.delta_show import describe, rows_to_show, summary, table
+from anabranch.kernels.delta_codec import plan_jobs
+from anabranch.transport.delta_file import DeltaFile
+from tests.checkpoints import TENSORS, State, random_state, save, step
+
+LABELS = Labels("r", 3, 8, 7, learner_step=8)
+
+
+def described(folder: Path, old: State, *news: State) -> dict[str, Any]:
+    """Of the file that leads from `old` over each of `news`."""
+    files = []
+    for number, (before, after) in enumerate(zip((old, *news), news, strict=False)):
+        paths = [folder / f"{number}{side}" for side in "ab"]
+        save(paths[0], before)
+        save(paths[1], after)
+        files.append(folder / f"{number}.delta")
+        diff(paths[0], paths[1], files[-1], LABELS, threads=1)
+    if len(files) > 1:
+        merge(files, folder / "0.delta", base=None, threads=1)
+    with DeltaFile(folder / "0.delta") as delta:
+        return describe(delta, threads=2)
+
+
+def text_of(about: dict[str, Any], *, every: bool = False) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(table(about, every=every))
+    return "\n".join(f"{what} {value}" for what, value in summary(about)) + "\n" + captured.get()
+
+
+@pytest.mark.parametrize("jobs_of", [None, 100])
+def test_the_numbers_add_up(tmp_path: Path, jobs_of: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if jobs_of:
+        monkeypatch.setitem(plan_jobs.__kwdefaults__, "chunk_elements", jobs_of)
+    old = random_state()
+    about = described(tmp_path, old, step(old))
+    rows = about["tensors"]
+    assert [row["name"] for row in rows] == sorted(TENSORS)
+    assert sum(row["changed"] for row in rows) == about["changed_elements"]
+    assert sum(row["bytes"] for row in rows) == pytest.approx(about["size_bytes"] - about["header_bytes"])
+    assert all(0 <= row["density"] <= 1 for row in rows)
+    assert about["density"] == pytest.approx(about["changed_elements"] / about["total_elements"])
+    assert about["bytes_per_change"] == pytest.approx(about["size_bytes"] / about["changed_elements"])
+    assert (about["run"], about["epoch"], about["base_version"], about["version"]) == ("r", 3, 7, 8)
+    assert sum(about["chunks_by_kind"].values()) == about["chunks"]
+    json.dumps(about)
+
+
+def test_the_share_of_steps_of_one_is_counted(tmp_path: Path) -> None:
+    old = {"a": torch.randn(4000).bfloat16()}
+    bits = old["a"].view(torch.int16).clone()
+    bits[:30] += 1
+    bits[30:40] += 5
+    about = described(tmp_path, old, {"a": bits.view(torch.bfloat16)})
+    assert about["unit_step_share"] == pytest.approx(0.75)
+    assert about["changed_elements"] == 40
+
+
+def test_it_is_shown_in_words(tmp_path: Path) -> None:
+    old = random_state()
+    about = described(tmp_path, old, step(old))
+    text = text_of(about)
+    for told in ("version 7 -> 8", "run r, epoch 3", about["base_digest"], about["result_digest"], "class-golomb/1"):
+        assert told in text
+    for name in TENSORS:
+        assert name in text
+    assert "scalar" in text
+    assert "0x8" in text
+
+
+def test_nothing_changed(tmp_path: Path) -> None:
+    old = random_state()
+    about = described(tmp_path, old, old)
+    assert about["changed_elements"] == 0
+    assert about["bytes_per_change"] is None
+    assert "in 0 tensors" in text_of(about)
+
+
+def test_an_anchor(tmp_path: Path) -> None:
+    new = save(tmp_path / "new", random_state())
+    diff(None, new, tmp_path / "d", Labels("r", 0, 4, None, learner_step=4), threads=1)
+    with DeltaFile(tmp_path / "d") as delta:
+        text = text_of(describe(delta, threads=1))
+    assert "none: a full snapshot" in text
+    assert "everything" in text
+
+
+def test_stages_are_told(tmp_path: Path) -> None:
+    old = random_state()
+    new = step(old)
+    text = text_of(described(tmp_path, old, new, step(new, seed=2)))
+    assert "in 2 stages" in text
+    assert "added up over the stages" in text
+
+
+def test_layers_of_a_model_with_very_many_tensors(tmp_path: Path) -> None:
+    old = {f"model.layers.{i}.experts.{j}.w": torch.randn(20).bfloat16() for i in range(3) for j in range(20)}
+    old["model.embed.weight"] = torch.randn(50).bfloat16()
+    old["h2.rotary"] = torch.randn(5)
+    about = described(tmp_path, old, step(old, share=0.3))
+    what, rows = rows_to_show(about, every=False)
+    assert what == "layer"
+    assert {row.name for row in rows} == {*(f"model.layers.{i}" for i in range(3)), "model.embed.weight", "h2.rotary"}
+    assert sum(row.changed for row in rows) == about["changed_elements"]
+    assert sum(row.elements for row in rows) == about["total_elements"]
+    assert "model.layers.1 " in text_of(about)
+    assert "experts" not in text_of(about)
+    assert rows_to_show(about, every=True)[0] == "tensor"
+    assert "model.layers.1.experts.19.w" in text_of(about, every=True)
