@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.schemas.delta_file import MAGIC
 from anabranch.schemas.errors import AnabranchError
 from anabranch.schemas.layout import DTYPE_BYTES, Layout
 from anabranch.transport.files import read_json
@@ -120,6 +121,9 @@ def read_header(file: Path, *, refuse: type[AnabranchError]) -> list[StoredTenso
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
+            if stream.read(len(MAGIC)) == MAGIC:
+                raise ValueError("it is a delta file")
+            stream.seek(0)
             (header_bytes,) = LENGTH.unpack(stream.read(LENGTH.size))
             if header_bytes > min(size - LENGTH.size, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {header_bytes} bytes")
@@ -134,7 +138,7 @@ def read_header(file: Path, *, refuse: type[AnabranchError]) -> list[StoredTenso
                 raise ValueError(f"tensor {tensor.name!r} does not lie inside the file, or over another tensor")
             end = tensor.offset_bytes + tensor.size_bytes
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise refuse(f"{file} is not a readable safetensors file: {error!r}") from error
+        raise refuse(f"{file} is not a readable safetensors file: {_words(error)}") from error
     return tensors
 
 
@@ -174,6 +178,11 @@ def single_file_header(layout: Layout) -> bytes:
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return LENGTH.pack(len(text)) + text
+
+
+def _words(error: Exception) -> str:
+    """A ValueError is our own, or JSON's; the others say little without their name."""
+    return str(error) if isinstance(error, ValueError) else repr(error)
 
 
 def _stored(name: str, entry: dict[str, Any], file: Path, start: int) -> StoredTensor:

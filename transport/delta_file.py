@@ -7,8 +7,10 @@ whole and on disk, or leaves nothing. Held by tests/unit/transport/test_delta_fi
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,6 +39,8 @@ class DeltaFile:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if stat.S_ISDIR(os.fstat(self._fd).st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
             self.size_bytes = os.fstat(self._fd).st_size
             prefix = self._read(0, min(PREFIX.size, self.size_bytes))
             self.header_bytes = PREFIX.size + frame_bytes(prefix)

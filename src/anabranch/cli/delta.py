@@ -230,13 +230,15 @@ def _verify(args: argparse.Namespace, threads: int) -> None:
 
 def _tell_written(out: Path, written: WrittenDelta) -> None:
     manifest, stages = written.header.manifest, len(written.header.stages)
-    what = f"{manifest.changed_elements:,} of {manifest.total_elements:,} elements changed"
     if manifest.kind == "anchor":
         what = f"all of the model, {written.size_bytes / max(manifest.full_bytes, 1):.3f} of its bytes"
-    elif stages > 1:
-        what = f"{manifest.changed_elements:,} changes in {stages} stages"
-    each = written.size_bytes / manifest.changed_elements if manifest.changed_elements else 0.0
-    print(f"wrote {out}: {written.size_bytes:,} bytes, {what}" + (f", {each:.3f} bytes each" if each else ""))
+    else:
+        what = f"{manifest.changed_elements:,} of {manifest.total_elements:,} elements changed"
+        if stages > 1:
+            what = f"{manifest.changed_elements:,} changes in {stages} stages"
+        if manifest.changed_elements:
+            what += f", {written.size_bytes / manifest.changed_elements:.3f} bytes each"
+    print(f"wrote {out}: {written.size_bytes:,} bytes, {what}")
     print(f"{manifest.base_digest or 'nothing'} -> {manifest.result_digest}")
 
 
