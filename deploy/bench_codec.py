@@ -32,7 +32,7 @@ from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import AnabranchError, UsageError
 
 Tell = Callable[[str], None]
-_SETTLE_S = 0.002
+_SETTLE_S, _WAKE_S = 0.002, 0.05
 NOISY_CORES = 0.1  # what an idle system's own work stays below
 Row = dict[str, Any]
 
@@ -186,12 +186,14 @@ def _run(
 ) -> Mapping[str, Bits]:
     base, new = codec.prepare(pair.base, pair.new)
     settle()
+    wake(workers)
     started = time.perf_counter()
     encoded = codec.encode(base, new, workers)
     encode_s = time.perf_counter() - started
     for name, bits in pair.base.items():
         np.copyto(state[name], bits)
     settle()
+    wake(workers)
     started = time.perf_counter()
     decoded = codec.decode(state, encoded, workers)
     decode_s = time.perf_counter() - started
@@ -211,6 +213,19 @@ def settle(deadline_s: float = 10.0) -> None:
         time.sleep(_SETTLE_S)
         if time.process_time() - before < _SETTLE_S / 4:
             return
+
+
+def wake(workers: Workers) -> None:
+    """Let every thread copy memory for a moment before a timed run. Linux starts threads that slept on the core of the
+    one that wakes them, and spreads them tens of milliseconds later: when a delta of 10 MB is long done, and before one
+    of 10 GB has begun in earnest."""
+    end = time.monotonic() + _WAKE_S
+
+    def copy(buffer: Bits) -> None:
+        while time.monotonic() < end:
+            np.copyto(buffer[0], buffer[1])
+
+    list(workers.in_order(copy, [np.zeros((2, 2**20), np.uint8) for _ in range(workers.threads)]))
 
 
 def _check(name: str, decoded: Mapping[str, Bits], pair: Pair) -> None:
