@@ -124,7 +124,7 @@ def _write_new(
     form: CheckpointFiles | None, base: State, delta: DeltaFile, out: Path, force: bool, threads: int
 ) -> tuple[list[str], str]:
     """Write `out` and check what was written; returns the names of files left out, and the digest."""
-    state = after(delta, base)
+    state = after([delta], base)
     left_out: list[str] = []
     with Aside(out, folder=form is not None and form.is_folder) as aside:
         if form is None:
@@ -148,7 +148,7 @@ def _write_new(
 
 
 def _write_journal(journal: Path, base: State, delta: DeltaFile, threads: int) -> None:
-    state = after(delta, base)
+    state = after([delta], base)
     digest = StateDigest(state.layout)
     with JournalWriter(journal, JournalOf.of(delta)) as writer:
 

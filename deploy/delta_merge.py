@@ -82,9 +82,7 @@ def _labels(first: DeltaFile, last: DeltaFile) -> Labels:
 def _encode_anew(
     before: State | None, deltas: Sequence[DeltaFile], out: Path, labels: Labels, threads: int
 ) -> WrittenDelta:
-    state = before if before is not None else AbsentState(deltas[0].header.layout)
-    for delta in deltas:
-        state = after(delta, state)
+    state = after(deltas, before if before is not None else AbsentState(deltas[0].header.layout))
     result = deltas[-1].header.manifest.result_digest
     return write_delta(out, before, state, labels, threads=threads, expected_result=result)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -25,7 +26,9 @@ from anabranch.schemas.layout import Layout
 from anabranch.transport.checkpoint_io import OpenCheckpoint
 from anabranch.transport.delta_file import DeltaFile
 
-_MAX_DECODES = 64  # of one chunk in a pass over the model; 1 when the file was cut into jobs as we cut them
+# Of one chunk in a pass over the model. It is 1 when the file was cut as we cut it, and at most 9 for chunks of the
+# largest size that the format knows.
+_MAX_DECODES = 16
 
 
 class State(Protocol):
@@ -66,9 +69,14 @@ class HeldPieces:
     """Pieces in memory as the codec's `Source`."""
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], arrays: Sequence[Bits]) -> None:
+        self._layout = layout
         self._held: dict[str, list[tuple[Piece, Bits]]] = defaultdict(list)
         for piece, array in zip(pieces, arrays, strict=True):
             self._held[layout.tensors[piece.tensor].name].append((piece, array))
+
+    def holds(self, wanted: Piece) -> bool:
+        held = self._held.get(self._layout.tensors[wanted.tensor].name, ())
+        return any(piece.start <= wanted.start and wanted.stop <= piece.stop for piece, _ in held)
 
     def read(self, name: str, start: int, stop: int) -> Bits:
         for piece, array in self._held.get(name, ()):
@@ -76,71 +84,121 @@ class HeldPieces:
                 return array[start - piece.start : stop - piece.start]
         raise DeltaError(f"a chunk reads elements {start} to {stop} of {name!r}, which are not among its own")
 
+    def set(self, changes: Iterable[TensorChange]) -> None:
+        """Write the part of `changes` that falls into the pieces."""
+        for change in changes:
+            for piece, array in self._held.get(change.name, ()):
+                if change.indices is None:
+                    start, stop = max(piece.start, change.start), min(piece.stop, change.start + change.bits.size)
+                    if start < stop:
+                        new = change.bits[start - change.start : stop - change.start]
+                        array[start - piece.start : stop - piece.start] = new
+                else:
+                    first, last = np.searchsorted(change.indices, (piece.start, piece.stop))
+                    array[change.indices[first:last] - piece.start] = change.bits[first:last]
 
-class DecodedState:
-    """The state that one stage of `delta` makes of the state `before`; see `after`.
 
-    `pieces_of` maps each chunk of the stage to its pieces, in an order that `_spans` gives.
+class Spans:
+    """Which chunk, or job, holds which elements; no two hold the same.
+
+    Raises:
+        DeltaError: two do.
     """
 
-    def __init__(self, delta: DeltaFile, pieces_of: dict[int, tuple[Piece, ...]], before: State) -> None:
-        self.layout = delta.header.layout
-        self._delta = delta
-        self._before = before
-        self._pieces_of = pieces_of
-        self._spans = _spans(self.layout, pieces_of)
+    def __init__(self, layout: Layout, pieces_of: Mapping[int, Sequence[Piece]]) -> None:
+        spans = [(piece, number) for number, pieces in pieces_of.items() for piece in pieces]
+        self._spans = sorted(spans, key=lambda span: (span[0].tensor, span[0].start))
         self._starts = [(piece.tensor, piece.start) for piece, _ in self._spans]
+        for (a, first), (b, second) in pairwise(self._spans):
+            if a.tensor == b.tensor and a.stop > b.start:
+                name = layout.tensors[a.tensor].name
+                raise DeltaError(f"chunks {first} and {second} both hold elements of {name!r}")
 
-    def pieces(self, wanted: Sequence[Piece]) -> list[Bits]:
-        arrays = self._before.pieces(wanted)
-        changes: list[TensorChange] = []
-        for number in self._chunks_over(wanted):
-            base = self._base_of(number, wanted, arrays)
-            changes += decode_chunk(self.layout, self._delta.chunk(number), base)
-        _set(self.layout, wanted, arrays, changes)  # only now: the arrays are the base until all chunks are decoded
-        return arrays
-
-    def _chunks_over(self, wanted: Sequence[Piece]) -> list[int]:
-        """The chunks that hold elements of `wanted`, ascending."""
+    def over(self, wanted: Iterable[Piece]) -> list[int]:
+        """The numbers that hold elements of `wanted`, ascending."""
         found: set[int] = set()
         for piece in wanted:
-            at = max(bisect_right(self._starts, (piece.tensor, piece.start)) - 1, 0)
-            while at < len(self._spans) and self._starts[at] < (piece.tensor, piece.stop):
-                span, number = self._spans[at]
-                if span.tensor == piece.tensor and span.stop > piece.start:
-                    found.add(number)
-                at += 1
+            first = max(bisect_right(self._starts, (piece.tensor, piece.start)) - 1, 0)
+            last = bisect_left(self._starts, (piece.tensor, piece.stop))
+            found.update(
+                number
+                for span, number in self._spans[first:last]
+                if span.tensor == piece.tensor and span.stop > piece.start
+            )
         return sorted(found)
 
-    def _base_of(self, number: int, wanted: Sequence[Piece], arrays: Sequence[Bits]) -> HeldPieces:
-        """What the chunk is decoded against; read once if the file was cut into jobs as we cut it."""
-        own = self._pieces_of[number]
-        if set(own) <= set(wanted):
-            return HeldPieces(self.layout, wanted, arrays)
-        return HeldPieces(self.layout, own, self._before.pieces(own))
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a delta file: its chunks, and the pieces that each of them holds."""
+
+    delta: DeltaFile
+    pieces_of: dict[int, tuple[Piece, ...]]
+    spans: Spans
 
 
-def after(delta: DeltaFile, before: State) -> State:
-    """The state that all stages of `delta` make of `before`.
+class DecodedState:
+    """The state that `stages`, one after another, make of the state `before`; see `after`."""
+
+    def __init__(self, before: State, stages: Sequence[Stage]) -> None:
+        self.layout = before.layout
+        self._before = before
+        self._stages = stages
+        self._jobs = plan_jobs(self.layout)
+        self._job_spans = Spans(self.layout, dict(enumerate(self._jobs)))
+
+    def pieces(self, wanted: Sequence[Piece]) -> list[Bits]:
+        return self._after(len(self._stages), wanted)
+
+    def _after(self, stages: int, wanted: Sequence[Piece]) -> list[Bits]:
+        """`wanted` after the first `stages` stages."""
+        arrays = self._before.pieces(wanted)
+        held = HeldPieces(self.layout, wanted, arrays)
+        for number, stage in enumerate(self._stages[:stages]):
+            changes: list[TensorChange] = []
+            for chunk in stage.spans.over(wanted):
+                own = stage.pieces_of[chunk]
+                base = held if all(map(held.holds, own)) else self._base_of(own, number)
+                changes += decode_chunk(self.layout, stage.delta.chunk(chunk), base)
+            held.set(changes)  # only now: until all chunks of the stage are decoded this is their base
+        return arrays
+
+    def _base_of(self, own: Sequence[Piece], stages: int) -> HeldPieces:
+        """What a chunk with the pieces `own` is decoded against when it was not cut as our jobs are: whole jobs, so that
+        a chunk of an earlier stage that was cut as they are is decoded once for each."""
+        whole = [piece for job in self._job_spans.over(own) for piece in self._jobs[job]]
+        return HeldPieces(self.layout, whole, self._after(stages, whole))
+
+    def decodes(self) -> int:
+        """How often a chunk is decoded, at most, when the state is read job by job; stages multiply it."""
+        times = 1
+        for stage in self._stages:
+            times *= max(len(self._job_spans.over(pieces)) for pieces in stage.pieces_of.values())
+        return times
+
+
+def after(deltas: Sequence[DeltaFile], before: State) -> DecodedState:
+    """The state that `deltas`, one after another, make of the state `before`, which must have their layout.
 
     Raises:
         DeltaError: another codec; a damaged chunk; chunks that overlap, or are scattered over the model.
     """
-    if delta.header.manifest.codec != CODEC:
-        raise DeltaError(f"{delta.path} has codec {delta.header.manifest.codec}; this program knows {CODEC}")
-    jobs = sorted(((p, n) for n, job in enumerate(plan_jobs(delta.header.layout)) for p in job), key=_place)
-    state, times = before, 1
-    with progress(f"reading {delta.path.name}", delta.header.manifest.payload_bytes) as advance:
-        for stage in range(len(delta.header.stages)):
-            pieces_of: dict[int, tuple[Piece, ...]] = {}
-            for number in delta.stage(stage):
-                chunk = delta.chunk(number)
-                pieces_of[number] = _pieces(delta, number, chunk)
-                advance(len(chunk))
-            state = DecodedState(delta, pieces_of, state)
-            times *= max((_jobs_over(pieces, jobs) for pieces in pieces_of.values()), default=1)
-            if times > _MAX_DECODES:
-                raise DeltaError(f"{delta.path} is cut into chunks that would be decoded {times} times")
+    stages = []
+    for delta in deltas:
+        if delta.header.manifest.codec != CODEC:
+            raise DeltaError(f"{delta.path} has codec {delta.header.manifest.codec}; this program knows {CODEC}")
+        with progress(f"reading {delta.path.name}", delta.header.manifest.payload_bytes) as advance:
+            for numbers in map(delta.stage, range(len(delta.header.stages))):
+                pieces_of: dict[int, tuple[Piece, ...]] = {}
+                for number in numbers:
+                    chunk = delta.chunk(number)
+                    pieces_of[number] = _pieces(delta, number, chunk)
+                    advance(len(chunk))
+                if pieces_of:
+                    stages.append(Stage(delta, pieces_of, Spans(before.layout, pieces_of)))
+    state = DecodedState(before, stages)
+    if (times := state.decodes()) > _MAX_DECODES:
+        raise DeltaError(f"{deltas[-1].path}: its chunks are scattered, and would be decoded {times} times")
     return state
 
 
@@ -152,44 +210,3 @@ def _pieces(delta: DeltaFile, number: int, chunk: bytes) -> tuple[Piece, ...]:
     if head.kind is ChunkKind.SPARSE and delta.header.manifest.kind == "anchor":
         raise DeltaError(f"{delta.path}: chunk {number} of an anchor holds changes, which need a base")
     return head.pieces
-
-
-def _jobs_over(pieces: Sequence[Piece], jobs: list[tuple[Piece, int]]) -> int:
-    """How many of our jobs hold elements of `pieces`; `jobs` has their pieces, sorted."""
-    found: set[int] = set()
-    for piece in pieces:
-        first = bisect_right(jobs, (piece.tensor, piece.start), key=_place) - 1
-        last = bisect_left(jobs, (piece.tensor, piece.stop), key=_place)
-        found.update(number for _, number in jobs[first:last])
-    return len(found)
-
-
-def _place(span: tuple[Piece, int]) -> tuple[int, int]:
-    return span[0].tensor, span[0].start
-
-
-def _spans(layout: Layout, pieces_of: dict[int, tuple[Piece, ...]]) -> list[tuple[Piece, int]]:
-    """Every piece with its chunk, in the order of the layout. Raises DeltaError if two overlap."""
-    spans = sorted(((piece, number) for number, pieces in pieces_of.items() for piece in pieces), key=_place)
-    for (a, first), (b, second) in pairwise(spans):
-        if a.tensor == b.tensor and a.stop > b.start:
-            raise DeltaError(f"chunks {first} and {second} both hold elements of {layout.tensors[a.tensor].name!r}")
-    return spans
-
-
-def _set(layout: Layout, wanted: Sequence[Piece], arrays: Sequence[Bits], changes: Sequence[TensorChange]) -> None:
-    """Write the part of `changes` that falls into the pieces `wanted` to their `arrays`."""
-    targets: dict[str, list[tuple[Piece, Bits]]] = defaultdict(list)
-    for piece, array in zip(wanted, arrays, strict=True):
-        targets[layout.tensors[piece.tensor].name].append((piece, array))
-    for change in changes:
-        for piece, array in targets.get(change.name, ()):
-            if change.indices is None:
-                start, stop = max(piece.start, change.start), min(piece.stop, change.start + change.bits.size)
-                if start < stop:
-                    array[start - piece.start : stop - piece.start] = change.bits[
-                        start - change.start : stop - change.start
-                    ]
-            else:
-                first, last = np.searchsorted(change.indices, (piece.start, piece.stop))
-                array[change.indices[first:last] - piece.start] = change.bits[first:last]

@@ -49,7 +49,7 @@ def verify(delta: DeltaFile, *, base: Path | None, result: Path | None, threads:
 
 def _check_chunks(delta: DeltaFile, threads: int) -> None:
     layout, manifest = delta.header.layout, delta.header.manifest
-    after(delta, AbsentState(layout))  # digests, codec, heads; that chunks do not overlap
+    after([delta], AbsentState(layout))  # digests, codec, heads; that chunks do not overlap
 
     def changed(number: int) -> int:
         try:
@@ -69,7 +69,7 @@ def _check_chunks(delta: DeltaFile, threads: int) -> None:
 
 
 def _decode(delta: DeltaFile, before: State, threads: int) -> None:
-    check_decoded(state_digest(after(delta, before), f"decoding {delta.path.name}", threads=threads), delta)
+    check_decoded(state_digest(after([delta], before), f"decoding {delta.path.name}", threads=threads), delta)
 
 
 def _check_stored(delta: DeltaFile, result: Path, threads: int) -> None:

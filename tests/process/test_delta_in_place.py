@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from anabranch.deploy.delta_diff import diff
 from anabranch.deploy.delta_encode import Labels
 from anabranch.deploy.delta_merge import merge
+from anabranch.kernels.delta_codec import plan_jobs
 from tests.checkpoints import random_state, save, step
 
 pytestmark = pytest.mark.process
@@ -107,8 +109,9 @@ def prepare(folder: Path, *, shards: int, stages: int = 1) -> None:
 
 @pytest.mark.parametrize(("shards", "stages", "threads"), [(0, 1, 1), (3, 1, 1), (2, 2, 1), (3, 1, 3)])
 def test_a_kill_at_any_write_is_made_good_by_the_same_command(
-    tmp_path: Path, shards: int, stages: int, threads: int
+    tmp_path: Path, shards: int, stages: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(plan_jobs.__kwdefaults__, "chunk_elements", 700)
     prepare(tmp_path, shards=shards, stages=stages)
     arguments = [str(tmp_path / "old"), str(tmp_path / "d"), str(tmp_path / "expected"), str(threads)]
     done = subprocess.run(
@@ -136,11 +139,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_kill_9_at_random_times(larger: Path) -> None:
     command = [*COMMAND, "apply", str(larger / "old"), str(larger / "d"), "--in-place"]
+    shutil.copytree(larger / "old", larger / "copy")
+    began = time.monotonic()
+    subprocess.run(command, timeout=60, check=True)
+    whole_s = time.monotonic() - began
     rng = random.Random(0)
     kills = 0
-    for _ in range(6):
+    for _ in range(8):
+        if contents(larger / "old") == contents(larger / "expected"):
+            shutil.rmtree(larger / "old")
+            shutil.copytree(larger / "copy", larger / "old")
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            time.sleep(rng.uniform(0.5, 1.3))
+            time.sleep(rng.uniform(0.4, 1.0) * whole_s)
             process.send_signal(signal.SIGKILL)
         kills += process.returncode == -9
     assert subprocess.run(command, timeout=60, check=False).returncode == 0

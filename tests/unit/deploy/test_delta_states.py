@@ -81,7 +81,7 @@ def read(path: Path, before: State, jobs: Jobs) -> list[Bits]:
     """Every tensor of the state after the file at `path`, read job by job."""
     out = [np.zeros(t.numel, uint_dtype(t.dtype)) for t in LAYOUT.tensors]
     with DeltaFile(path) as delta:
-        state = after(delta, before)
+        state = after([delta], before)
         for job in jobs:
             for piece, bits in zip(job, state.pieces(job), strict=True):
                 out[piece.tensor][piece.start : piece.stop] = bits
@@ -113,7 +113,7 @@ def test_a_file_on_a_file(tmp_path: Path) -> None:
     first, second = write(tmp_path / "1", [(a, b, cut(50))]), write(tmp_path / "2", [(b, c, cut(70))])
     with ExitStack() as stack:
         one, two = (stack.enter_context(DeltaFile(path)) for path in (first, second))
-        state = after(two, after(one, a))
+        state = after([one, two], a)
         assert_same(state.pieces([Piece(i, 0, t.numel) for i, t in enumerate(LAYOUT.tensors)]), c)
 
 
@@ -132,13 +132,13 @@ def test_an_anchor_that_holds_changes_is_refused(tmp_path: Path) -> None:
         sparse_chunks = [n for n in delta.stage(0) if delta.chunk(n)[0] >> 4 == 1]
         assert sparse_chunks, "everything stepped by one: sparse is smaller"
         with pytest.raises(DeltaError, match="need a base"):
-            after(delta, AbsentState(LAYOUT))
+            after([delta], AbsentState(LAYOUT))
 
 
 def test_what_is_read_is_the_callers_own(tmp_path: Path) -> None:
     old, new = states(2)
     with DeltaFile(write(tmp_path / "d", [(old, new, cut(64))])) as delta:
-        state = after(delta, old)
+        state = after([delta], old)
         job = cut(64)[0]
         state.pieces(job)[0][:] = 0
         assert_same(state.pieces([Piece(0, 0, 900)]), MemoryState([new.tensors[0]]))
@@ -148,7 +148,7 @@ def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
     old, new = states(2)
     jobs = [(Piece(0, 0, 500),), (Piece(0, 499, 900),)]
     with DeltaFile(write(tmp_path / "d", [(old, new, jobs)])) as delta, pytest.raises(DeltaError, match="both hold"):
-        after(delta, old)
+        after([delta], old)
 
 
 def test_chunks_that_are_scattered_over_the_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +156,14 @@ def test_chunks_that_are_scattered_over_the_model_are_refused(tmp_path: Path, mo
     monkeypatch.setitem(plan_jobs.__kwdefaults__, "chunk_elements", 8)
     old, new = states(2, share=1.0)
     scattered = [tuple(Piece(0, at, at + 1) for at in range(0, 900, 8))]
-    with DeltaFile(write(tmp_path / "d", [(old, new, scattered)])) as delta, pytest.raises(DeltaError, match="times"):
-        after(delta, old)
+    with (
+        DeltaFile(write(tmp_path / "d", [(old, new, scattered)])) as delta,
+        pytest.raises(DeltaError, match="113 times"),
+    ):
+        after([delta], old)
     monkeypatch.setattr(delta_states, "_MAX_DECODES", 113)
     with DeltaFile(tmp_path / "d") as delta:
-        after(delta, old)
+        after([delta], old)
 
 
 def test_the_price_of_stages_multiplies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +171,26 @@ def test_the_price_of_stages_multiplies(tmp_path: Path, monkeypatch: pytest.Monk
     a, b, c = states(3)
     path = write(tmp_path / "d", [(a, b, cut(5000)), (b, c, cut(5000))])  # 10 jobs of bf16 under one chunk
     with DeltaFile(path) as delta, pytest.raises(DeltaError, match="100 times"):
-        after(delta, a)
+        after([delta], a)
+
+
+def test_very_many_stages_are_no_deep_recursion(tmp_path: Path) -> None:
+    a, b = states(2, share=0.01)
+    path = write(tmp_path / "d", [(a, b, cut(5000)), (b, a, cut(5000))] * 700 + [(a, b, cut(5000))])
+    assert_same(read(path, a, cut(5000)), b)
+
+
+def test_stages_without_chunks_are_passed_over(tmp_path: Path) -> None:
+    a, b = states(2)
+    path = write(tmp_path / "d", [(a, a, cut(64)), (a, b, cut(64)), (b, b, cut(64))])
+    assert_same(read(path, a, cut(64)), b)
 
 
 def test_another_codec_is_refused(tmp_path: Path) -> None:
     old, new = states(2)
     path = write(tmp_path / "d", [(old, new, cut(64))], codec="class-golomb/2")
     with DeltaFile(path) as delta, pytest.raises(DeltaError, match="class-golomb/2"):
-        after(delta, old)
+        after([delta], old)
 
 
 def test_a_damaged_chunk_is_refused_before_anything_is_decoded(tmp_path: Path) -> None:
@@ -183,4 +198,4 @@ def test_a_damaged_chunk_is_refused_before_anything_is_decoded(tmp_path: Path) -
     path = write(tmp_path / "d", [(old, new, cut(5000))])
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with DeltaFile(path) as delta, pytest.raises(DeltaError, match="damaged"):
-        after(delta, old)
+        after([delta], old)
