@@ -18,6 +18,6 @@ F = TypeVar("F", bound=Callable[..., object])
 def compiled(function: F) -> F:
     """`function`, compiled at its first call for the dtypes it is called with."""
     try:
-        return cast(F, numba.njit(nogil=True, cache=True)(function))
+        return cast(F, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
     except RuntimeError:  # "cannot cache function: no locator available"
-        return cast(F, numba.njit(nogil=True)(function))
+        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))

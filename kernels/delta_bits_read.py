@@ -1,4 +1,4 @@
-"""Reading the bit stream of a sparse chunk (kernels/delta_bits.py writes it).
+"""Reading the bit stream of a sparse chunk, which kernels/delta_bits.py writes.
 
 Invariant: for any bits whatever `read_classes` returns the number of bits read or an error code, writes only into its
 output arrays, and takes time proportional to the bits and the number of changes. Equal to kernels/delta_reference.py,
@@ -14,21 +14,25 @@ import numpy as np
 from anabranch.kernels.compiled import compiled
 from anabranch.kernels.delta_bits import (
     ALL_ZERO,
-    BAD_CLASS,
-    BAD_CODE,
-    BAD_COUNT,
-    BAD_GAP,
-    BAD_LENGTH,
-    BAD_STEP,
     CODE_BITS,
     COUNT_ORDER,
     FIRST_PARAMETER,
     UNARY_LIMIT,
     ZERO_RUNS,
-    _bit_length,
-    parameter,
+    golomb,
 )
 from anabranch.kernels.lanes import lowest_bit
+
+PAD_WORDS = 8  # readable words after the last bit: more than one number takes
+BAD_LENGTH, BAD_CLASS, BAD_COUNT, BAD_GAP, BAD_STEP, BAD_CODE = -1, -2, -3, -4, -5, -6
+PROBLEMS = {
+    BAD_LENGTH: "its bit stream ends early or late",
+    BAD_CLASS: "it names a class that the dtype does not have",
+    BAD_COUNT: "a class has more changes than the chunk",
+    BAD_GAP: "a gap leads out of the chunk",
+    BAD_STEP: "a step is wider than the dtype",
+    BAD_CODE: "a number code is not allowed here",
+}
 
 
 @compiled
@@ -75,11 +79,10 @@ def _golomb(words: Any, at: Any, m: Any, width: Any, short: Any) -> Any:
         window = _peek(words, at)
     if width == 0:
         return q, at
-    r = _low(window, width - 1)
-    if r < short:
-        return q * m + r, at + width - 1
-    r = (r << np.uint64(1)) | ((window >> np.uint64(width - 1)) & np.uint64(1))
-    return q * m + r - short, at + width
+    r = _low(window, width - 1)  # truncated binary, without a branch on which remainders are short: they come at random
+    long = np.uint64(r >= short)
+    last = (window >> np.uint64(width - 1)) & np.uint64(1)
+    return q * m + r + long * (r + last - short), at + width - 1 + np.int64(long)
 
 
 @compiled
@@ -92,9 +95,7 @@ def _numbers(words: Any, at: Any, bits: Any, first: Any, last: Any, limit: Any, 
             out[i] = 0
         return at
     if code != ZERO_RUNS:
-        m = parameter(code - FIRST_PARAMETER)
-        width = _bit_length(m - np.uint64(1))
-        short = (np.uint64(1) << np.uint64(width)) - m
+        m, width, short = golomb(code)
         for i in range(first, last):
             x, at = _golomb(words, at, m, width, short)
             if at < 0 or at > bits:
@@ -109,10 +110,8 @@ def _numbers(words: Any, at: Any, bits: Any, first: Any, last: Any, limit: Any, 
     at += 2 * CODE_BITS
     if run_code < FIRST_PARAMETER or other_code < FIRST_PARAMETER:
         return BAD_CODE
-    run_m, other_m = parameter(run_code - FIRST_PARAMETER), parameter(other_code - FIRST_PARAMETER)
-    run_width, other_width = _bit_length(run_m - np.uint64(1)), _bit_length(other_m - np.uint64(1))
-    run_short = (np.uint64(1) << np.uint64(run_width)) - run_m
-    other_short = (np.uint64(1) << np.uint64(other_width)) - other_m
+    run_m, run_width, run_short = golomb(run_code)
+    other_m, other_width, other_short = golomb(other_code)
     i = first
     while i < last:
         run, at = _golomb(words, at, run_m, run_width, run_short)
@@ -169,10 +168,12 @@ def read_classes(
             return BAD_STEP if at == BAD_GAP else at
         if at + counts[c] > bits:
             return BAD_LENGTH
-        for i in range(first, last):
-            size = steps[i] + steps.dtype.type(1)
-            negative = (words[at >> 6] >> np.uint64(at & 63)) & np.uint64(1)
-            steps[i] = -size if negative else size
-            at += 1
+        for start in range(first, last, 64):
+            signs = _peek(words, at)
+            n = min(64, last - start)
+            for j in range(n):
+                negative = np.uint64(0) - ((signs >> np.uint64(j)) & np.uint64(1))  # all ones or none
+                steps[start + j] = (np.uint64(steps[start + j]) + np.uint64(1) ^ negative) - negative
+            at += n
         first = last
     return at

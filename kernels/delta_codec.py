@@ -139,11 +139,11 @@ def encode_job(layout: Layout, job: Sequence[Piece], base: Source | None, new: S
         chunk = encode_dense(layout, job, bits, exhaustive=False)
         return JobResult((chunk,), _count((p, p.size) for p in job))
     parts = [_part(p, base.read(name, p.start, p.stop), new.read(name, p.start, p.stop)) for p, name in read]
-    return _encode_parts(layout, [p for p in parts if p.indices.size])
+    return _encode_parts(layout, [p for p in parts if p.changed])
 
 
 def _part(piece: Piece, old: Bits, new: Bits) -> Part:
-    return Part(piece, old, new, scan(old, new))
+    return Part(piece, old, new, *scan(old, new))
 
 
 def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
@@ -151,7 +151,7 @@ def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
     sparse: list[Part] = []
     dense: list[Part] = []
     for part in parts:
-        if part.indices.size < DENSE_FROM * part.piece.size:
+        if part.changed < DENSE_FROM * part.piece.size:
             sparse.append(part)
             continue
         alone = encode_sparse(layout, [part])
@@ -164,7 +164,7 @@ def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
         chunks.append(encode_sparse(layout, sparse))
     if dense:
         chunks.append(encode_dense(layout, [p.piece for p in dense], [p.new for p in dense], exhaustive=True))
-    return JobResult(tuple(chunks), _count((p.piece, p.indices.size) for p in parts))
+    return JobResult(tuple(chunks), _count((p.piece, p.changed) for p in parts))
 
 
 def _count(changes: Iterable[tuple[Piece, int]]) -> dict[int, int]:

@@ -3,7 +3,7 @@
 Most elements belong to a handful of exponents. Those *heavy* classes are counted 64 elements at a time by vector
 compares; the few elements that are left go through a countdown one by one.
 
-Invariant: over the same old bits `locate` finds exactly the indices from which kernels/delta_scan.py took the ranks, and
+Invariant: over the same old bits `locate` finds exactly the indices from which kernels/delta_scan.py took the gaps, and
 for any gaps whatever it finds at most as many as there are and touches no memory outside its arguments. Which classes
 are called heavy changes the speed alone. Equal to kernels/delta_reference.py, held by
 tests/property/test_delta_kernels.py.
@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.compiled import compiled
 from anabranch.kernels.delta_dtypes import CLASSES, BitForm, Bits
-from anabranch.kernels.lanes import LANES, class_mask, lowest_bit, popcount
+from anabranch.kernels.lanes import LANES, equal_mask, lowest_bit, popcount, put_classes
 from anabranch.kernels.ordered import stepped
 
 NONE_LEFT = 2**40  # more than a chunk has elements
-SAMPLE = 2048  # elements from which the heavy classes are guessed
-MAX_HEAVY, HEAVY_SHARE = 8, 0.94  # measured best on real bf16 weights, benchmarks/README.md
+SAMPLE = 2048  # elements from which the shares of the classes are guessed
+# Cycles, roughly, as measured: a compare of a block with a class, an element by countdown, and a change found among 64.
+COMPARE_COST, COUNTDOWN_COST, HIT_COST = 4, 10, 60
+MAX_HEAVY = 12
 
 
 class ClassCursors:
@@ -33,8 +35,8 @@ class ClassCursors:
     `following` int64 [k + 1]; `step_at` int64 [256]: the next step in `steps` [k].
     """
 
-    def __init__(self, counts: NDArray[np.int64], gaps: NDArray[np.uint32], steps: Bits) -> None:
-        """`counts` [256] changes of each class; `gaps`, `steps` [k] grouped by class."""
+    def __init__(self, counts: NDArray[np.int64], gaps: NDArray[np.uint32], steps: Bits, elements: int) -> None:
+        """`counts` [256] changes of each class; `gaps`, `steps` [k] grouped by class; `elements` of the chunk."""
         ends = np.cumsum(counts)
         starts = ends - counts
         occurring = np.flatnonzero(counts)
@@ -46,6 +48,7 @@ class ClassCursors:
         self.at = starts.copy()
         self.step_at = starts.copy()
         self.steps = steps
+        self.changed_share = counts / elements
 
 
 def locate(old: Bits, form: BitForm, cursors: ClassCursors, room: int) -> tuple[NDArray[np.uint32], Bits]:
@@ -53,41 +56,48 @@ def locate(old: Bits, form: BitForm, cursors: ClassCursors, room: int) -> tuple[
 
     `cursors` goes on from the pieces before; `room` is how many changes are still to come.
     """
-    shift, mask, sign = (old.dtype.type(x) for x in (form.exponent_shift, form.exponent_mask, _sign(form)))
+    shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
+    sign = form.uint(form.sign_bit if form.is_float else 0)
     indices = np.empty(room + LANES, np.uint32)
-    found = _locate(old, shift, mask, _heavy(old, form), cursors.left, cursors.at, cursors.following, indices)
+    heavy = heavy_classes(old, form, cursors.changed_share)
+    found = _locate(old, shift, mask, heavy, cursors.left, cursors.at, cursors.following, indices)
     indices = indices[:found]
     bits = np.empty(found, old.dtype)
     _new_bits(old, indices, shift, mask, sign, cursors.steps, cursors.step_at, bits)
     return indices, bits
 
 
-def _sign(form: BitForm) -> int:
-    return form.sign_bit if form.is_float else 0
-
-
-def _heavy(old: Bits, form: BitForm) -> Bits:
-    """The classes that hold most of `old`, by a sample."""
+def heavy_classes(old: Bits, form: BitForm, changed_share: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Classes worth a compare per block: frequent ones (by a sample of `old`) in which changes are rare."""
     if old.size < 4 * LANES:
-        return np.empty(0, old.dtype)
+        return np.empty(0, np.uint8)
     sample = old[:: max(1, old.size // SAMPLE)]
-    counts = np.bincount((sample >> old.dtype.type(form.exponent_shift)).astype(np.int64) & form.exponent_mask)
-    order = np.argsort(-counts)[:MAX_HEAVY]
-    enough = int(np.searchsorted(np.cumsum(counts[order]), HEAVY_SHARE * sample.size)) + 1
-    return order[:enough].astype(old.dtype)
+    share = np.zeros(CLASSES)
+    _count_classes(sample, form.uint(form.exponent_shift), form.uint(form.exponent_mask), share)
+    share /= sample.size
+    gain = LANES * (COUNTDOWN_COST * share - HIT_COST * changed_share) - COMPARE_COST
+    order = np.argsort(-gain)[:MAX_HEAVY]
+    return order[gain[order] > 0].astype(np.uint8)
+
+
+@compiled
+def _count_classes(old: Any, shift: Any, mask: Any, counts: Any) -> None:
+    for i in range(old.size):
+        counts[(old[i] >> shift) & mask] += 1
 
 
 @compiled
 def _locate(old: Any, shift: Any, mask: Any, heavy: Any, left: Any, at: Any, following: Any, out: Any) -> Any:
     found = 0
-    field = old.dtype.type(mask << shift)
+    classes = np.empty(LANES, np.uint8)
     blocks = old.size // LANES
     for block in range(blocks):
         start = block * LANES
+        put_classes(old, start, shift, mask, classes)
         seen, hits = np.uint64(0), np.uint64(0)
         for h in range(heavy.size):
             c = heavy[h]
-            members = class_mask(old, start, field, old.dtype.type(c << shift))
+            members = equal_mask(classes, c)
             seen |= members
             after = left[c] - popcount(members)
             if after < 0:
@@ -106,7 +116,7 @@ def _locate(old: Any, shift: Any, mask: Any, heavy: Any, left: Any, at: Any, fol
             left[c] = after
         others = ~seen
         while others != 0:  # without a branch on the hit: in these classes it is the rule or a toss-up
-            c = np.uint64((old[start + lowest_bit(others)] >> shift) & mask)
+            c = classes[lowest_bit(others)]
             after = left[c] - 1
             hit = after >> 63  # −1 or 0
             left[c] = after ^ ((after ^ following[at[c]]) & hit)
@@ -124,7 +134,7 @@ def _locate(old: Any, shift: Any, mask: Any, heavy: Any, left: Any, at: Any, fol
                 hits &= hits - np.uint64(1)
             found += n
     for i in range(blocks * LANES, old.size):
-        c = np.uint64((old[i] >> shift) & mask)
+        c = np.uint8((old[i] >> shift) & mask)
         left[c] -= 1
         if left[c] < 0:
             left[c] = following[at[c]]
@@ -138,6 +148,6 @@ def _locate(old: Any, shift: Any, mask: Any, heavy: Any, left: Any, at: Any, fol
 def _new_bits(old: Any, indices: Any, shift: Any, mask: Any, sign: Any, steps: Any, step_at: Any, out: Any) -> None:
     for t in range(indices.size):
         bits = old[indices[t]]
-        c = (bits >> shift) & mask
+        c = np.uint8((bits >> shift) & mask)
         out[t] = stepped(bits, steps[step_at[c]], sign)
         step_at[c] += 1

@@ -67,8 +67,11 @@ class BitWriter:
         plain.field(code, CODE_BITS)
         for x in values:
             plain.golomb(x, PARAMETERS[code - 2])
+        cost = len(plain.bits)
+        if code == 2:  # parameter 1: reckoned without escapes
+            cost = CODE_BITS + len(values) + min(sum(values), len(values) * (UNARY_LIMIT + 128))
         runs = _zero_runs(values, zeros) if 2 * zeros >= len(values) else plain
-        self.bits += runs.bits if len(runs.bits) < len(plain.bits) else plain.bits
+        self.bits += runs.bits if len(runs.bits) < cost else plain.bits
 
     def tobytes(self) -> bytes:
         return np.packbits(np.array(self.bits, np.uint8), bitorder="little").tobytes()

@@ -1,11 +1,11 @@
-"""The passes of the encoder over dense weights: which elements changed, their classes, ranks and steps.
+"""The passes of the encoder over dense weights: which elements changed, and what is sent of each change.
 
 The *class* of an element is the exponent of its old value, `(bits >> shift) & mask`: whether a step changes an element
-depends on |update| / ulp(old), and the receiver knows the old value as well. The *rank* of a changed element is the
-number of elements of its class before it in the chunk.
+depends on |update| / ulp(old), and the receiver knows the old value as well. The *gap* of a changed element is the
+number of elements of its class between the change before it and itself, over all pieces of a chunk.
 
-Invariant: `scan` finds exactly the elements whose bits differ; ranks count every element of the chunk's pieces once, in
-order (the counts so far are passed from piece to piece). kernels/delta_locate.py is the way back. Equal to
+Invariant: `scan` marks exactly the elements whose bits differ; `take_changes` counts every element of every piece once,
+in order (what it has counted is passed from piece to piece). kernels/delta_locate.py is the way back. Equal to
 kernels/delta_reference.py, held by tests/property/test_delta_kernels.py.
 """
 
@@ -17,90 +17,110 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.kernels.compiled import compiled
-from anabranch.kernels.delta_dtypes import CLASSES, Bits
-from anabranch.kernels.lanes import LANES, changed_mask, class_mask, lowest_bit, popcount
+from anabranch.kernels.delta_dtypes import CLASSES, BitForm, Bits
+from anabranch.kernels.lanes import LANES, changed_mask, equal_mask, lowest_bit, popcount, put_classes
+from anabranch.kernels.ordered import ordered
 
-FIRST_CAPACITY = 1 / 16  # of the elements: room for changes before the scan is repeated with room for all
+
+def scan(old: Bits, new: Bits) -> tuple[NDArray[np.uint64], int]:
+    """Which elements of `old` [n] and `new` [n] (same unsigned dtype, C-contiguous) differ as bits, and how many.
+
+    Returns:
+        uint64 [⌈n / 64⌉]: bit j of word b is set if element 64·b + j differs.
+    """
+    words = np.empty(-(-old.size // LANES), np.uint64)
+    return words, int(_scan(old, new, words))
 
 
-def scan(old: Bits, new: Bits) -> NDArray[np.uint32]:
-    """Flat indices, ascending, at which `old` [n] and `new` [n] (same unsigned dtype, C-contiguous) differ as bits."""
-    capacity = int(old.size * FIRST_CAPACITY) + 2 * LANES
-    out = np.empty(capacity, np.uint32)
-    count = _scan(old, new, out)
-    if count > capacity - LANES:
-        out = np.empty(old.size + LANES, np.uint32)
-        count = _scan(old, new, out)
-    return out[:count]
+def indices_of(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """The elements that `scan` marked, ascending."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).astype(np.uint32)
 
 
 @compiled
-def _scan(old: Any, new: Any, out: Any) -> Any:
-    """Number of changed elements, their indices in `out`; more than out.size − 64: there was no room, call again."""
-    count = 0
+def _scan(old: Any, new: Any, words: Any) -> Any:
     blocks = old.size // LANES
+    count = 0
     for block in range(blocks):
-        start = block * LANES
-        mask = changed_mask(old, new, start)
-        if mask != 0:
-            if count > out.size - 2 * LANES:
-                return out.size
-            changed = popcount(mask)
-            for j in range(4):  # at most 4 in nearly all blocks: without a branch to mispredict
-                out[count + j] = start + lowest_bit(mask)
-                mask &= mask - np.uint64(1)
-            for j in range(4, changed):
-                out[count + j] = start + lowest_bit(mask)
-                mask &= mask - np.uint64(1)
-            count += changed
-    for i in range(blocks * LANES, old.size):
-        if count > out.size - LANES:
-            return out.size
-        out[count] = i
-        count += old[i] != new[i]
+        mask = changed_mask(old, new, block * LANES)
+        words[block] = mask
+        count += popcount(mask)
+    if blocks < words.size:
+        mask = np.uint64(0)
+        for i in range(blocks * LANES, old.size):
+            mask |= np.uint64(old[i] != new[i]) << np.uint64(i & (LANES - 1))
+        words[blocks] = mask
+        count += popcount(mask)
     return count
 
 
-def class_counts() -> NDArray[np.uint32]:
-    """Elements of each class so far, none yet: uint32 [4, 256], whose sum over the first axis is what counts. Four
-    tables, since neighbours are often of one class and an increment waits for the one before it."""
-    return np.zeros((4, CLASSES), np.uint32)
+class ClassCounts:
+    """What the encoder has passed of every class, from piece to piece of a chunk.
+
+    `tables` uint32 [4, 256], whose sum over the first axis is the elements so far (four tables, since neighbours are
+    often of one class and an increment waits for the one before it); `following` int64 [256], the rank after the last
+    change.
+    """
+
+    def __init__(self) -> None:
+        self.tables = np.zeros((4, CLASSES), np.uint32)
+        self.following = np.zeros(CLASSES, np.int64)
+
+
+def take_changes(
+    old: Bits,
+    new: Bits,
+    words: NDArray[np.uint64],
+    form: BitForm,
+    seen: ClassCounts,
+    out: tuple[NDArray[np.uint8], NDArray[np.uint32], Bits],
+) -> None:
+    """Class (uint8 [k]), gap (uint32 [k]) and step [k] of every change that `words` (see `scan`) marks, into `out`.
+
+    `old`, `new` [n]; the step is ordered(new) − ordered(old) modulo 2^width.
+    """
+    shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
+    sign = form.uint(form.sign_bit if form.is_float else 0)
+    _take(old, new, words, shift, mask, sign, seen.tables, seen.following, *out)
 
 
 @compiled
-def ranks(old: Any, indices: Any, shift: Any, mask: Any, counts: Any, out_class: Any, out_rank: Any) -> None:
-    """For each of `indices` [k] (ascending) into `old` [n]: its class (uint8 [k]) and its rank (uint32 [k]).
-
-    `counts` (see `class_counts`) goes on from the pieces before and holds this one as well afterwards. `shift` and
-    `mask` are of the dtype of `old`.
-    """
-    field = old.dtype.type(mask << shift)
+def _take(
+    old: Any, new: Any, words: Any, shift: Any, mask: Any, sign: Any, tables: Any, following: Any,
+    out_class: Any, out_gap: Any, out_step: Any,
+) -> None:  # fmt: skip
+    classes = np.empty(LANES, np.uint8)
     blocks = old.size // LANES
     t = 0
     for block in range(blocks):
         start = block * LANES
-        while t < indices.size and indices[t] < start + LANES:
-            bits = old[indices[t]]
-            c = (bits >> shift) & mask
-            below = (np.uint64(1) << np.uint64(indices[t] - start)) - np.uint64(1)
-            same = class_mask(old, start, field, old.dtype.type(bits & field)) & below
+        changed = words[block]
+        if changed != 0:
+            put_classes(old, start, shift, mask, classes)
+        while changed != 0:
+            j = lowest_bit(changed)
+            changed &= changed - np.uint64(1)
+            c = classes[j]
+            below = (np.uint64(1) << np.uint64(j)) - np.uint64(1)
+            rank = np.int64(tables[0, c]) + tables[1, c] + tables[2, c] + tables[3, c]
+            rank += popcount(equal_mask(classes, c) & below)
             out_class[t] = c
-            out_rank[t] = counts[0, c] + counts[1, c] + counts[2, c] + counts[3, c] + popcount(same)
+            out_gap[t] = rank - following[c]
+            out_step[t] = ordered(new[start + j], sign) - ordered(old[start + j], sign)
+            following[c] = rank + 1
             t += 1
-        _count_block(old, start, shift, mask, counts)
+        for i in range(start, start + LANES, 4):
+            tables[0, (old[i] >> shift) & mask] += np.uint32(1)
+            tables[1, (old[i + 1] >> shift) & mask] += np.uint32(1)
+            tables[2, (old[i + 2] >> shift) & mask] += np.uint32(1)
+            tables[3, (old[i + 3] >> shift) & mask] += np.uint32(1)
     for i in range(blocks * LANES, old.size):
-        c = (old[i] >> shift) & mask
-        if t < indices.size and indices[t] == i:
+        c = np.uint8((old[i] >> shift) & mask)
+        if (words[blocks] >> np.uint64(i & (LANES - 1))) & np.uint64(1):
+            rank = np.int64(tables[0, c]) + tables[1, c] + tables[2, c] + tables[3, c]
             out_class[t] = c
-            out_rank[t] = counts[0, c] + counts[1, c] + counts[2, c] + counts[3, c]
+            out_gap[t] = rank - following[c]
+            out_step[t] = ordered(new[i], sign) - ordered(old[i], sign)
+            following[c] = rank + 1
             t += 1
-        counts[0, c] += np.uint32(1)
-
-
-@compiled
-def _count_block(old: Any, start: Any, shift: Any, mask: Any, counts: Any) -> None:
-    for i in range(start, start + LANES, 4):
-        counts[0, (old[i] >> shift) & mask] += np.uint32(1)
-        counts[1, (old[i + 1] >> shift) & mask] += np.uint32(1)
-        counts[2, (old[i + 2] >> shift) & mask] += np.uint32(1)
-        counts[3, (old[i + 3] >> shift) & mask] += np.uint32(1)
+        tables[0, c] += np.uint32(1)

@@ -15,28 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.kernels.compiled import compiled
-from anabranch.kernels.delta_bits import PAD_WORDS, PROBLEMS, plan_classes, write_classes
-from anabranch.kernels.delta_bits_read import read_classes
+from anabranch.kernels.delta_bits import plan_classes, write_classes
+from anabranch.kernels.delta_bits_read import PAD_WORDS, PROBLEMS, read_classes
 from anabranch.kernels.delta_chunk import ChunkHead, ChunkKind, Piece, put_varint, take_varint, write_head
 from anabranch.kernels.delta_dtypes import CLASSES, FORMS, Bits
 from anabranch.kernels.delta_locate import ClassCursors, locate
-from anabranch.kernels.delta_scan import class_counts, ranks
-from anabranch.kernels.ordered import take_steps
+from anabranch.kernels.delta_scan import ClassCounts, take_changes
+from anabranch.kernels.lanes import LANES
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout
 
-CUT_AFTER = 20  # times the distance that 9 of 10 changes keep to the one before: a longer run is left out
-CUT_SHORTEST = 512  # elements: naming two segments takes some bytes
+CUT_AFTER = (
+    48  # changes that a stretch should have had, at the rate around it, to be left out: about what naming it costs
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece with its old and new bits [n] and the indices of its changes (uint32 [k], relative to the piece)."""
+    """A piece with its old and new bits [n] and what `scan` says of them: the marks of its changes and their number."""
 
     piece: Piece
     old: Bits
     new: Bits
-    indices: NDArray[np.uint32]
+    words: NDArray[np.uint64]
+    changed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,92 +63,86 @@ def encode_sparse(layout: Layout, parts: Sequence[Part]) -> bytes:
 def _cut(part: Part) -> Iterator[Part]:
     """Segments of `part` without the long unchanged runs: rows whose tokens never occurred, experts that no token
     chose. Every class would need a long gap to pass them, and the decoder would look at them for nothing."""
-    indices, size = part.indices, part.piece.size
-    longest = max(CUT_SHORTEST, CUT_AFTER * _usual_distance(indices, size))
-    if _longest_run(indices, size) <= longest:
+    changed_blocks, longest = _runs(part.words)
+    rate = _rate(part.changed / changed_blocks)
+    if rate * longest <= CUT_AFTER:
         yield part
         return
-    edges = np.concatenate([[-1], indices.astype(np.int64), [size]])
-    starts, stops = [], []
-    for i in np.flatnonzero(np.diff(edges) > longest):  # the unchanged run between edges i and i + 1
-        stops.append(int(edges[i]) + 1)
-        starts.append(int(edges[i + 1]))
-    for start, stop in zip([0, *starts], [*stops, size], strict=True):
+    edges = np.concatenate([[-1], np.flatnonzero(part.words), [part.words.size]])
+    cuts = np.flatnonzero(rate * (np.diff(edges) - 1) > CUT_AFTER)  # run i lies between edges i and i + 1
+    starts, stops = [0, *edges[cuts + 1].tolist()], [*(edges[cuts] + 1).tolist(), part.words.size]
+    for start, stop in zip(starts, stops, strict=True):
         if stop > start:
-            first, last = np.searchsorted(indices, [start, stop])
-            piece = Piece(part.piece.tensor, part.piece.start + start, part.piece.start + stop)
-            yield Part(piece, part.old[start:stop], part.new[start:stop], indices[first:last] - np.uint32(start))
-
-
-def _usual_distance(indices: NDArray[np.uint32], size: int) -> int:
-    """Elements from one change to the next that 9 of 10 do not exceed, by a sample of them."""
-    if indices.size < 10:
-        return size
-    at = np.arange(0, indices.size - 1, max(1, indices.size // 1000))
-    distances = np.sort(indices[at + 1] - indices[at])
-    return int(distances[distances.size * 9 // 10])
+            a, b = start * LANES, min(stop * LANES, part.piece.size)
+            piece = Piece(part.piece.tensor, part.piece.start + a, part.piece.start + b)
+            words = part.words[start:stop]
+            yield Part(piece, part.old[a:b], part.new[a:b], words, int(np.bitwise_count(words).sum()))
 
 
 @compiled
-def _longest_run(indices: Any, size: Any) -> Any:
-    longest, last = 0, -1
-    for t in range(indices.size):
-        longest = max(longest, indices[t] - last)
-        last = int(indices[t])
-    return max(longest, size - last) - 1
+def _runs(words: Any) -> Any:
+    """How many words are not 0, and the longest run of zeros."""
+    filled, longest, run = 0, 0, 0
+    for i in range(words.size):
+        run = 0 if words[i] else run + 1
+        filled += words[i] != 0
+        longest = max(longest, run)
+    return filled, longest
+
+
+@compiled
+def _rate(mean: Any) -> Any:
+    """Changes per block, given their mean over the blocks that have any: what lies elsewhere does not count. The rate r
+    of a Poisson number whose mean, when it is not 0, is r / (1 − exp(−r))."""
+    rate = mean
+    for _ in range(100):
+        rate = mean * (1 - np.exp(-rate))
+    return rate
 
 
 def group_changes(layout: Layout, parts: Sequence[Part]) -> Changes:
-    """The changes of `parts`, grouped by class; every element of every part counts for the ranks."""
+    """The changes of `parts`, grouped by class; every element of every part counts for the gaps."""
     form = FORMS[layout.tensors[parts[0].piece.tensor].dtype]
-    total = sum(p.indices.size for p in parts)
-    classes, places = np.empty(total, np.uint8), np.empty(total, np.uint32)
-    steps = np.empty(total, form.uint)
-    seen = class_counts()
-    shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
-    sign = form.uint(form.sign_bit if form.is_float else 0)
+    total = sum(p.changed for p in parts)
+    classes, gaps, steps = np.empty(total, np.uint8), np.empty(total, np.uint32), np.empty(total, form.uint)
+    seen = ClassCounts()
     at = 0
     for part in parts:
-        here = slice(at, at + part.indices.size)
-        ranks(part.old, part.indices, shift, mask, seen, classes[here], places[here])
-        take_steps(part.old, part.new, part.indices, sign, steps[here])
+        here = slice(at, at + part.changed)
+        take_changes(part.old, part.new, part.words, form, seen, (classes[here], gaps[here], steps[here]))
         at = here.stop
     counts = np.bincount(classes, minlength=CLASSES).astype(np.int64)
-    gaps, grouped = np.empty(total, np.uint32), np.empty(total, form.uint)
-    _group(classes, places, steps, np.cumsum(counts) - counts, gaps, grouped)
-    return Changes(counts, gaps, grouped)
+    grouped = Changes(counts, np.empty_like(gaps), np.empty_like(steps))
+    _group(classes, gaps, steps, np.cumsum(counts) - counts, grouped.gaps, grouped.steps)
+    return grouped
 
 
 @compiled
-def _group(classes: Any, places: Any, steps: Any, at: Any, gaps: Any, grouped: Any) -> None:
-    """Sort stably by class; `at` int64 [256] is where each class begins. The gap is what lies between two ranks."""
-    following = np.zeros(CLASSES, np.int64)
+def _group(classes: Any, gaps: Any, steps: Any, at: Any, out_gaps: Any, out_steps: Any) -> None:
+    """Sort stably by class; `at` int64 [256] is where each class begins."""
     for t in range(classes.size):
-        c = classes[t]
-        gaps[at[c]] = places[t] - following[c]
-        grouped[at[c]] = steps[t]
-        following[c] = np.int64(places[t]) + 1
-        at[c] += 1
+        to = at[classes[t]]
+        out_gaps[to] = gaps[t]
+        out_steps[to] = steps[t]
+        at[classes[t]] = to + 1
 
 
 def write_changes(changes: Changes) -> bytes:
     """The bit stream of `changes`."""
-    sizes, negative = np.empty_like(changes.steps), np.empty(changes.steps.size, np.uint8)
-    _split_steps(changes.steps, changes.steps.dtype.type(1 << (8 * changes.steps.itemsize - 1)), sizes, negative)
+    sizes = np.empty_like(changes.steps)
+    _sizes_of(changes.steps, changes.steps.dtype.type(1 << (8 * changes.steps.itemsize - 1)), sizes)
     codes = np.zeros((CLASSES, 6), np.int64)
-    bits = plan_classes(changes.counts, changes.gaps, sizes, codes)
-    words = np.zeros(bits // 64 + 2, np.uint64)
-    write_classes(words, changes.counts, changes.gaps, sizes, negative, codes)
-    return words.tobytes()[: -(-bits // 8)]
+    room = plan_classes(changes.counts, changes.gaps, sizes, codes)
+    words = np.zeros(room // 64 + 2, np.uint64)
+    bits = write_classes(words, changes.counts, changes.gaps, changes.steps, sizes, codes)
+    return words.view(np.uint8)[: -(-bits // 8)].tobytes()
 
 
 @compiled
-def _split_steps(steps: Any, sign: Any, sizes: Any, negative: Any) -> None:
-    """|step| − 1 and whether the step is below 0, of steps modulo 2^width."""
+def _sizes_of(steps: Any, sign: Any, sizes: Any) -> None:
+    """|step| − 1 of steps modulo 2^width."""
     for t in range(steps.size):
-        below = (steps[t] & sign) != 0
-        negative[t] = below
-        sizes[t] = (-steps[t] if below else steps[t]) - 1
+        sizes[t] = (-steps[t] if steps[t] & sign else steps[t]) - 1
 
 
 def read_changes(head: ChunkHead, chunk: bytes) -> Changes:
@@ -173,7 +169,7 @@ def decode_sparse(
 ) -> list[tuple[Piece, NDArray[np.uint32], Bits]]:
     """For every piece with changes: their indices in it (uint32 [k], ascending) and new bits [k]. Raises DeltaError."""
     changes = read_changes(head, chunk)
-    cursors = ClassCursors(changes.counts, changes.gaps, changes.steps)
+    cursors = ClassCursors(changes.counts, changes.gaps, changes.steps, head.elements)
     remaining = changes.gaps.size
     found = []
     for piece in head.pieces:

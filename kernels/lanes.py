@@ -1,7 +1,7 @@
-"""Numba intrinsics for 64 elements at a time: what changed, what is of a class, as one 64-bit mask.
+"""Numba intrinsics for a block of 64 elements: what changed, what is of a class, as one 64-bit mask.
 
-Invariant: bit j of a mask speaks of element i + j; the caller guarantees i + 64 <= size. LLVM turns each into the
-machine's vector compare and mask move (AVX2, AVX-512, NEON), which a loop in Python syntax does not become. Held by
+Invariant: bit j of a mask speaks of element i + j of the block; the caller guarantees i + 64 <= size. LLVM turns each into
+the machine's vector compare and mask move (AVX2, AVX-512, NEON), which a loop in Python syntax does not become. Held by
 tests/property/test_delta_kernels.py.
 """
 
@@ -15,14 +15,20 @@ from numba.extending import intrinsic
 
 LANES = 64
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [index])
 
 
 def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     """Elements [index, index + 64) as a vector; only the alignment of one element is assumed."""
     bits = array_type.dtype.bitwidth
-    data = context.make_array(array_type)(context, builder, array).data
     vector = ir.VectorType(ir.IntType(bits), LANES)
-    loaded = builder.load(builder.bitcast(builder.gep(data, [index]), vector.as_pointer()))
+    place = _pointer(context, builder, array_type, array, index)
+    loaded = builder.load(builder.bitcast(place, vector.as_pointer()))
     loaded.align = bits // 8
     return loaded
 
@@ -46,15 +52,29 @@ def changed_mask(typing_context: Any, old: Any, new: Any, i: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def class_mask(typing_context: Any, bits: Any, i: Any, field: Any, value: Any) -> Any:
-    """uint64: for which of bits[i:i+64] `bits & field == value`."""
+def put_classes(typing_context: Any, bits: Any, i: Any, shift: Any, mask: Any, out: Any) -> Any:
+    """Into `out` (uint8 [64]) the classes `(bits >> shift) & mask` of bits[i:i+64]; `shift`, `mask` of bits' dtype."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x = _load(context, builder, signature.args[0], args[0], args[1])
-        masked = builder.and_(x, _splat(builder, x.type, args[2]))
-        return builder.bitcast(builder.icmp_unsigned("==", masked, _splat(builder, x.type, args[3])), _I64)
+        classes = builder.and_(builder.lshr(x, _splat(builder, x.type, args[2])), _splat(builder, x.type, args[3]))
+        narrow = classes if x.type.element.width == 8 else builder.trunc(classes, _BYTES)
+        place = _pointer(context, builder, signature.args[4], args[4], ir.Constant(_I64, 0))
+        builder.store(narrow, builder.bitcast(place, _BYTES.as_pointer())).align = 1
+        return context.get_dummy_value()
 
-    return types.uint64(bits, types.intp, bits.dtype, bits.dtype), generate
+    return types.void(bits, types.intp, bits.dtype, bits.dtype, out), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def equal_mask(typing_context: Any, block: Any, value: Any) -> Any:
+    """uint64: which of the 64 bytes of `block` (uint8 [64]) are `value`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x = _load(context, builder, signature.args[0], args[0], ir.Constant(_I64, 0))
+        return builder.bitcast(builder.icmp_unsigned("==", x, _splat(builder, x.type, args[1])), _I64)
+
+    return types.uint64(block, types.uint8), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -26,11 +26,3 @@ def stepped(bits: Any, step: Any, sign: Any) -> Any:
         return bits + step
     there = ordered(bits, sign) + step
     return there ^ sign if there & sign else ~there
-
-
-@compiled
-def take_steps(old: Any, new: Any, indices: Any, sign: Any, out: Any) -> None:
-    """out[t] = how many places new[indices[t]] comes after old[indices[t]], modulo 2^width."""
-    for t in range(indices.size):
-        i = indices[t]
-        out[t] = ordered(new[i], sign) - ordered(old[i], sign)

@@ -13,11 +13,19 @@ from anabranch.kernels import delta_reference as reference
 from anabranch.kernels.delta_bits import parameter
 from anabranch.kernels.delta_chunk import Piece, put_varint, read_head
 from anabranch.kernels.delta_dtypes import FORMS, from_ordered, to_ordered
-from anabranch.kernels.delta_locate import ClassCursors, locate
-from anabranch.kernels.delta_scan import class_counts, ranks, scan
-from anabranch.kernels.delta_sparse import Changes, Part, decode_sparse, encode_sparse, read_changes, write_changes
-from anabranch.kernels.lanes import changed_mask, class_mask, lowest_bit, popcount
-from anabranch.kernels.ordered import stepped, take_steps
+from anabranch.kernels.delta_locate import ClassCursors, _locate, locate
+from anabranch.kernels.delta_scan import ClassCounts, indices_of, scan, take_changes
+from anabranch.kernels.delta_sparse import (
+    Changes,
+    Part,
+    decode_sparse,
+    encode_sparse,
+    group_changes,
+    read_changes,
+    write_changes,
+)
+from anabranch.kernels.lanes import changed_mask, equal_mask, lowest_bit, popcount, put_classes
+from anabranch.kernels.ordered import ordered, stepped
 from anabranch.schemas.layout import Layout
 from tests.property.delta_strategies import DTYPES, bit_arrays, changed
 
@@ -33,7 +41,7 @@ def same_dtype_parts(draw: st.DrawFn) -> tuple[Layout, list[Part]]:
         old = draw(bit_arrays(FORMS[dtype], n))
         new = draw(changed(FORMS[dtype], old))
         if (old != new).any():
-            parts.append(Part(Piece(i, 0, n), old, new, scan(old, new)))
+            parts.append(Part(Piece(i, 0, n), old, new, *scan(old, new)))
     return layout, parts
 
 
@@ -59,28 +67,55 @@ def test_chunks_have_the_bytes_of_the_reference_and_decode_alike(case: tuple[Lay
 def test_scan_finds_what_differs_as_bits(dtype: str, n: int, data: st.DataObject) -> None:
     old = data.draw(bit_arrays(FORMS[dtype], n))
     new = data.draw(changed(FORMS[dtype], old))
-    assert scan(old, new).tolist() == np.flatnonzero(old != new).tolist()
+    words, count = scan(old, new)
+    expected = np.flatnonzero(old != new).tolist()
+    assert (indices_of(words).tolist(), count) == (expected, len(expected))
+    assert words.size == -(-n // 64)
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(1, 1200), min_size=1, max_size=3), st.data())
-def test_ranks_count_the_class_from_piece_to_piece(dtype: str, sizes: list[int], data: st.DataObject) -> None:
+def test_gaps_count_the_class_from_piece_to_piece(dtype: str, sizes: list[int], data: st.DataObject) -> None:
     form = FORMS[dtype]
-    pieces = [data.draw(bit_arrays(form, n)) for n in sizes]
-    seen = class_counts()
-    before: dict[int, int] = {}
-    for old in pieces:
-        indices = np.flatnonzero(np.random.default_rng(old.size).random(old.size) < 0.1).astype(np.uint32)
-        classes, places = np.empty(indices.size, np.uint8), np.empty(indices.size, np.uint32)
-        ranks(old, indices, form.uint(form.exponent_shift), form.uint(form.exponent_mask), seen, classes, places)
-        all_classes = reference.classes_of(old, form)
-        assert classes.tolist() == all_classes[indices].tolist()
-        expected = [
-            before.get(int(all_classes[i]), 0) + int((all_classes[:i] == all_classes[i]).sum()) for i in indices
-        ]
-        assert places.tolist() == expected
-        for c in all_classes.tolist():
-            before[c] = before.get(c, 0) + 1
-    assert {c: n for c, n in enumerate(seen.sum(0).tolist()) if n} == before
+    seen = ClassCounts()
+    passed: dict[int, int] = {}
+    total: dict[int, int] = {}
+    for n in sizes:
+        old = data.draw(bit_arrays(form, n))
+        new = data.draw(changed(form, old))
+        words, count = scan(old, new)
+        out = np.empty(count, np.uint8), np.empty(count, np.uint32), np.empty(count, form.uint)
+        take_changes(old, new, words, form, seen, out)
+        expected = []
+        for i, c in enumerate(reference.classes_of(old, form).tolist()):
+            total[c] = total.get(c, 0) + 1
+            if old[i] != new[i]:
+                expected.append((c, passed.get(c, 0)))
+                passed[c] = 0
+            else:
+                passed[c] = passed.get(c, 0) + 1
+        assert list(zip(out[0].tolist(), out[1].tolist(), strict=True)) == expected
+        steps = (to_ordered(new, form) - to_ordered(old, form))[old != new]
+        assert out[2].tolist() == steps.tolist()
+    assert {c: n for c, n in enumerate(seen.tables.sum(0).tolist()) if n} == total
+
+
+@given(st.sampled_from(DTYPES), st.data())
+def test_which_classes_are_compared_by_blocks_changes_nothing(dtype: str, data: st.DataObject) -> None:
+    form = FORMS[dtype]
+    old = data.draw(bit_arrays(form, 700))
+    new = data.draw(changed(form, old))
+    words, count = scan(old, new)
+    layout = Layout.build([("a", dtype, (700,))])
+    if not count:
+        return
+    changes = group_changes(layout, [Part(Piece(0, 0, 700), old, new, words, count)])
+    every = np.unique(reference.classes_of(old, form)).astype(np.uint8)
+    heavy = np.array(data.draw(st.lists(st.sampled_from(every.tolist()), unique=True)), np.uint8)
+    cursors = ClassCursors(changes.counts, changes.gaps, changes.steps, 700)
+    out = np.empty(count + 64, np.uint32)
+    shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
+    found = _locate(old, shift, mask, heavy, cursors.left, cursors.at, cursors.following, out)
+    assert out[:found].tolist() == np.flatnonzero(old != new).tolist()
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), st.data())
@@ -92,7 +127,7 @@ def test_locate_stays_inside_its_arguments_for_any_gaps(dtype: str, gaps: list[i
     counts = np.zeros(256, np.int64)
     for c in data.draw(st.lists(st.integers(0, form.exponent_mask), min_size=each.size, max_size=each.size)):
         counts[c] += 1
-    cursors = ClassCursors(counts, each, np.ones(each.size, form.uint))
+    cursors = ClassCursors(counts, each, np.ones(each.size, form.uint), old.size)
     indices, bits = locate(old, form, cursors, each.size)
     assert indices.size == bits.size <= each.size
     assert (np.diff(indices.astype(np.int64)) > 0).all()
@@ -104,11 +139,10 @@ def test_steps_lead_from_any_pattern_to_any_other(dtype: str, data: st.DataObjec
     form = FORMS[dtype]
     old, new = data.draw(bit_arrays(form, 200)), data.draw(bit_arrays(form, 200))
     sign = form.uint(form.sign_bit if form.is_float else 0)
-    steps, indices = np.empty(200, form.uint), np.arange(200, dtype=np.uint32)
-    take_steps(old, new, indices, sign, steps)
-    assert steps.tolist() == (to_ordered(new, form) - to_ordered(old, form)).tolist()
+    steps = to_ordered(new, form) - to_ordered(old, form)
     high = int(np.iinfo(form.uint).max)
     assert [int(stepped(a, s, sign)) & high for a, s in zip(old, steps, strict=True)] == new.tolist()
+    assert [int(ordered(a, sign)) & high for a in old] == to_ordered(old, form).tolist()
     assert from_ordered(to_ordered(old, form), form).tolist() == old.tolist()
 
 
@@ -147,16 +181,19 @@ def test_masks_of_64_elements(uint: Any, offset: int) -> None:
     import numba
 
     @numba.njit
-    def masks(a: Any, b: Any, i: Any, field: Any, value: Any) -> Any:
+    def masks(a: Any, b: Any, i: Any, shift: Any, mask: Any, value: Any, block: Any) -> Any:
         different = changed_mask(a, b, i)
-        return different, class_mask(a, i, field, value), popcount(different), lowest_bit(different)
+        put_classes(a, i, shift, mask, block)
+        return different, equal_mask(block, value), popcount(different), lowest_bit(different)
 
     rng = np.random.default_rng(offset)
-    a = rng.integers(0, 8, 64 + offset).astype(uint)
+    a = rng.integers(0, 256, 64 + offset).astype(uint)
     b = np.where(rng.random(a.size) < 0.3, a + uint(1), a)
-    different, member, count, lowest = masks(a, b, offset, uint(6), uint(2))
+    block = np.empty(64, np.uint8)
+    different, member, count, lowest = masks(a, b, offset, uint(2), uint(7), np.uint8(3), block)
     where = [j for j in range(64) if a[offset + j] != b[offset + j]]
     assert different == sum(1 << j for j in where)
-    assert member == sum(1 << j for j in range(64) if a[offset + j] & 6 == 2)
+    assert block.tolist() == [int(x) >> 2 & 7 for x in a[offset:]]
+    assert member == sum(1 << j for j in range(64) if int(a[offset + j]) >> 2 & 7 == 3)
     assert (count, lowest) == (len(where), where[0])
-    assert masks(a, a, offset, uint(6), uint(2))[3] == 64
+    assert masks(a, a, offset, uint(2), uint(7), np.uint8(3), block)[3] == 64
