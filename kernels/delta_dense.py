@@ -24,6 +24,7 @@ assert sys.byteorder == "little", "the codec views arrays as little-endian bytes
 
 Buffer = bytes | bytearray | memoryview
 RAW_PLANE, ZSTD_PLANE = 0, 1
+MAX_WINDOW_BYTES = 2**20  # of a zstd frame: a decoder allocates what a frame asks for, up to this
 SAMPLE = 32768  # elements by which a full trial of another kind is decided
 
 
@@ -39,7 +40,7 @@ def _frame(**parameters: int) -> zstandard.ZstdCompressionParameters:
 _PLANE = _frame(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, target_length=0, window_log=17
 )
-_LEVEL_1 = _frame(compression_level=1)
+_LEVEL_1 = _frame(compression_level=1, window_log=19)
 
 
 def encode_dense(layout: Layout, pieces: Sequence[Piece], arrays: Sequence[Bits], *, exhaustive: bool) -> bytes:
@@ -153,9 +154,13 @@ def _exactly(data: memoryview, size: int) -> NDArray[np.uint8]:
 
 
 def _decompress(frame: memoryview, size: int) -> NDArray[np.uint8]:
+    form = zstandard.FORMAT_ZSTD1_MAGICLESS
     try:
-        decompressor = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
-        data = decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+        asked = zstandard.get_frame_parameters(frame, format=form)
+        # The library would allocate a declared content size, whatever max_output_size says, and the window.
+        if asked.content_size != zstandard.CONTENTSIZE_UNKNOWN or asked.window_size > MAX_WINDOW_BYTES:
+            raise DeltaError(f"it holds a zstd frame with a size of its own or a window of {asked.window_size} bytes")
+        data = zstandard.ZstdDecompressor(format=form).decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DeltaError(f"it holds an unreadable zstd frame: {error}") from error
     return _exactly(memoryview(data), size)
