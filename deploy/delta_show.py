@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from anabranch.deploy.delta_progress import progress
+from anabranch.deploy.delta_states import naming
 from anabranch.kernels.delta_codec import inspect_chunk
 from anabranch.kernels.workers import Workers
-from anabranch.schemas.errors import DeltaError
 from anabranch.transport.delta_file import DeltaFile
 
 if TYPE_CHECKING:
@@ -80,10 +80,9 @@ def describe(delta: DeltaFile, *, threads: int) -> dict[str, Any]:
 
 
 def _inspect(delta: DeltaFile, number: int) -> Any:
-    try:
-        return inspect_chunk(delta.header.layout, delta.chunk(number))
-    except DeltaError as error:
-        raise DeltaError(f"{delta.path}: chunk {number}: {error}") from error
+    chunk = delta.chunk(number)
+    with naming(delta, number):
+        return inspect_chunk(delta.header.layout, chunk)
 
 
 def summary(about: dict[str, Any]) -> list[tuple[str, str]]:

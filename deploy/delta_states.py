@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -159,7 +160,9 @@ class DecodedState:
             for chunk in stage.spans.over(wanted):
                 own = stage.pieces_of[chunk]
                 base = held if all(map(held.holds, own)) else self._base_of(own, number)
-                changes += decode_chunk(self.layout, stage.delta.chunk(chunk), base)
+                content = stage.delta.chunk(chunk)
+                with naming(stage.delta, chunk):
+                    changes += decode_chunk(self.layout, content, base)
             held.set(changes)  # only now: until all chunks of the stage are decoded this is their base
         return arrays
 
@@ -202,11 +205,18 @@ def after(deltas: Sequence[DeltaFile], before: State) -> DecodedState:
     return state
 
 
-def _pieces(delta: DeltaFile, number: int, chunk: bytes) -> tuple[Piece, ...]:
+@contextmanager
+def naming(delta: DeltaFile, chunk: int) -> Iterator[None]:
+    """A DeltaError in the block says which chunk of which file it is about."""
     try:
-        head = read_head(delta.header.layout, chunk)
+        yield
     except DeltaError as error:
-        raise DeltaError(f"{delta.path}: chunk {number}: {error}") from error
-    if head.kind is ChunkKind.SPARSE and delta.header.manifest.kind == "anchor":
-        raise DeltaError(f"{delta.path}: chunk {number} of an anchor holds changes, which need a base")
-    return head.pieces
+        raise DeltaError(f"{delta.path}: chunk {chunk}: {error}") from error
+
+
+def _pieces(delta: DeltaFile, number: int, chunk: bytes) -> tuple[Piece, ...]:
+    with naming(delta, number):
+        head = read_head(delta.header.layout, chunk)
+        if head.kind is ChunkKind.SPARSE and delta.header.manifest.kind == "anchor":
+            raise DeltaError("it holds changes, and an anchor has no base for them")
+        return head.pieces

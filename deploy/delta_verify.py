@@ -12,7 +12,7 @@ from anabranch.deploy.delta_apply import check_base, check_decoded
 from anabranch.deploy.delta_diff import open_checkpoint
 from anabranch.deploy.delta_jobs import state_digest
 from anabranch.deploy.delta_progress import progress
-from anabranch.deploy.delta_states import AbsentState, State, StoredState, after
+from anabranch.deploy.delta_states import AbsentState, State, StoredState, after, naming
 from anabranch.kernels.delta_codec import inspect_chunk
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError
@@ -52,10 +52,9 @@ def _check_chunks(delta: DeltaFile, threads: int) -> None:
     after([delta], AbsentState(layout))  # digests, codec, heads; that chunks do not overlap
 
     def changed(number: int) -> int:
-        try:
-            return inspect_chunk(layout, delta.chunk(number)).changed_elements
-        except DeltaError as error:
-            raise DeltaError(f"{delta.path}: chunk {number}: {error}") from error
+        chunk = delta.chunk(number)
+        with naming(delta, number):
+            return inspect_chunk(layout, chunk).changed_elements
 
     total = 0
     with progress("inspecting", manifest.payload_bytes) as advance, Workers(threads) as workers:

@@ -39,6 +39,8 @@ class Aside:
     """
 
     def __init__(self, target: Path, *, folder: bool = False) -> None:
+        if not target.name:
+            raise UsageError(f"{target} is no name for something new")
         self.target = target
         self.path = target.with_name(f".{target.name}.part")
         self._folder = folder

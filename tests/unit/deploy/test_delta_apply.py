@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ from anabranch.kernels.delta_codec import plan_jobs
 from anabranch.schemas.errors import DeltaError, ManifestError, TemporaryError, UsageError
 from anabranch.transport.checkpoint_files import journal_path, scan_checkpoint
 from anabranch.transport.checkpoint_io import OpenCheckpoint
-from anabranch.transport.delta_file import DeltaFile
+from anabranch.transport.delta_file import DeltaFile, DeltaWriter
 from tests.checkpoints import State, load, random_state, raw, save, step
 from tests.limits import file_size_limit
 
@@ -120,6 +121,39 @@ def test_any_damaged_byte_is_refused_and_nothing_is_written(tmp_path: Path) -> N
                     attempt()
     file.write_bytes(whole)
     assert everything(tmp_path) == before
+
+
+def test_any_damage_under_right_digests_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    """As somebody would make it who means harm: the chunk is wrong, its digest and the header's are right."""
+    old, file, state = prepare(tmp_path, state={"a": torch.randn(200).bfloat16()})
+    with DeltaFile(file) as delta:
+        header, chunk = delta.header, delta.chunk(0)
+    before = everything(tmp_path)
+    told: list[str] = []
+    for position in range(len(chunk)):
+        for bad in (chunk[:position], *(flipped(chunk, position, bit) for bit in (0, 3, 7))):
+            with DeltaWriter(file) as writer:
+                writer.add([bad])
+                manifest = header.manifest.model_copy(update={"chunks": tuple(writer.chunks)})
+                writer.finish(dataclasses.replace(header, manifest=manifest))
+            for attempt in (lambda: to_new(old, file, tmp_path / "out"), lambda: in_place(old, file)):
+                try:
+                    attempt()
+                except DeltaError as error:
+                    told.append(str(error))
+                else:  # padding bits may say what they like
+                    made = tmp_path / "out" if (tmp_path / "out").exists() else old
+                    assert raw(load(made)) == raw(state)
+                    made.write_bytes(before["old"])
+                    (tmp_path / "out").unlink(missing_ok=True)
+    assert all(str(file) in line or "what was written" in line for line in told)
+    assert len(told) > 7 * len(chunk)
+    file.write_bytes(before["d"])
+    assert everything(tmp_path) == before
+
+
+def flipped(content: bytes, position: int, bit: int) -> bytes:
+    return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
 
 
 def test_a_delta_that_does_not_make_what_it_says_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,11 @@ def test_the_folder_must_exist(tmp_path: Path) -> None:
         pass
 
 
+def test_the_working_directory_is_no_name() -> None:
+    with pytest.raises(UsageError, match="no name"):
+        Aside(Path())
+
+
 def test_a_dangling_link_counts_as_existing(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to("nowhere")
     with pytest.raises(UsageError, match="exists"):
