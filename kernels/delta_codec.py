@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.kernels.delta_chunk import ChunkHead, ChunkKind, Piece, read_head
-from anabranch.kernels.delta_dense import decode_dense, encode_dense
+from anabranch.kernels.delta_dense import decode_dense, encode_dense, estimate_dense
 from anabranch.kernels.delta_dtypes import FORMS, Bits
 from anabranch.kernels.delta_scan import scan
 from anabranch.kernels.delta_sparse import Part, decode_sparse, encode_sparse, read_changes
@@ -155,7 +155,11 @@ def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
             sparse.append(part)
             continue
         alone = encode_sparse(layout, [part])
-        whole = encode_dense(layout, [part.piece], [part.new], exhaustive=True)
+        form = FORMS[layout.tensors[part.piece.tensor].dtype]
+        if len(alone) < part.new.nbytes // 4 and estimate_dense(part.new, form) > 1.5 * len(alone):
+            whole = alone
+        else:
+            whole = encode_dense(layout, [part.piece], [part.new], exhaustive=True)
         if part.piece.size >= ALONE_FROM:
             chunks.append(min(alone, whole, key=len))
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -71,8 +72,24 @@ def _bytes_of(arrays: Sequence[Bits]) -> NDArray[np.uint8]:
 
 def _sample_prefers_zstd(bits: Bits) -> bool:
     """Never of weights, whose mantissas are noise; of masks, tables and constants."""
-    middle = bits[max(0, bits.size // 2 - SAMPLE // 2) :][:SAMPLE]
-    return len(_compress(middle.view(np.uint8), _LEVEL_1)) < 0.25 * middle.nbytes
+    sample = _spread(bits)
+    return len(_compress(sample.view(np.uint8), _LEVEL_1)) < 0.25 * sample.nbytes
+
+
+def estimate_dense(bits: Bits, form: BitForm) -> int:
+    """About the bytes of a dense chunk of `bits`, by a sample."""
+    sample = _spread(bits)
+    planes = np.empty((form.width_bytes, sample.size), np.uint8)
+    to_planes(sample, form, planes)
+    packed = min(len(_compress(planes.reshape(-1), _PLANE)), len(_compress(sample.view(np.uint8), _LEVEL_1)))
+    return packed * bits.size // sample.size
+
+
+def _spread(values: NDArray[Any]) -> NDArray[Any]:
+    """SAMPLE values from 16 places all over, or all if there are not many more."""
+    if values.size < 2 * SAMPLE:
+        return values
+    return values[: values.size // 16 * 16].reshape(16, -1)[:, : SAMPLE // 16].reshape(-1)
 
 
 def _plane_parts(planes: NDArray[np.uint8], exhaustive: bool) -> list[Buffer]:
@@ -90,10 +107,8 @@ def _plane_parts(planes: NDArray[np.uint8], exhaustive: bool) -> list[Buffer]:
 
 def _is_noise(plane: NDArray[np.uint8]) -> bool:
     """Whether a sample from all over the plane does not shrink: mantissas."""
-    if plane.size < 2 * SAMPLE:
-        return False
-    rows = plane[: plane.size // 16 * 16].reshape(16, -1)[:, : SAMPLE // 16]
-    return len(_compress(np.ascontiguousarray(rows).reshape(-1), _PLANE)) > 0.98 * rows.size
+    sample = _spread(plane)
+    return sample.size < plane.size and len(_compress(sample, _PLANE)) > 0.98 * sample.size
 
 
 def _compress(data: NDArray[np.uint8], parameters: zstandard.ZstdCompressionParameters) -> bytes:
