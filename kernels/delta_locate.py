@@ -58,10 +58,10 @@ def locate(old: Bits, form: BitForm, cursors: ClassCursors, room: int) -> tuple[
     """
     shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
     sign = form.uint(form.sign_bit if form.is_float else 0)
-    indices = np.empty(room + LANES, np.uint32)
+    indices = np.empty(min(room, old.size) + LANES, np.uint32)
     heavy = heavy_classes(old, form, cursors.changed_share)
     found = _locate(old, shift, mask, heavy, cursors.left, cursors.at, cursors.following, indices)
-    indices = indices[:found]
+    indices = indices[:found].copy()  # a view would keep the room for all changes to come alive, for every piece
     bits = np.empty(found, old.dtype)
     _new_bits(old, indices, shift, mask, sign, cursors.steps, cursors.step_at, bits)
     return indices, bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -319,6 +320,24 @@ def test_mutated_chunks_are_refused_by_name_or_stay_inside_the_layout(pair: Any,
                 continue
             if isinstance(result, list):
                 _inside(layout, result)
+
+
+def test_a_chunk_of_many_tensors_is_decoded_in_memory_for_its_changes() -> None:
+    rng = np.random.default_rng(0)
+    layout = Layout.build([(f"expert.{i:05d}", "bf16", (64,)) for i in range(5_000)])
+    base = {t.name: rng.integers(0, 2**16, 64, np.uint16) for t in layout.tensors}
+    new = {name: bits ^ (rng.random(64) < 0.1).astype(np.uint16) for name, bits in base.items()}
+    (chunk,) = encode_delta(layout, base, new).chunks
+    source = ArraySource(layout, base)
+    decode_chunk(layout, chunk, source)
+    tracemalloc.start()
+    try:
+        changes = decode_chunk(layout, chunk, source)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(changes) > 4_500
+    assert peak < 20 * 2**20  # of 320,000 elements, 32,000 of which change
 
 
 # ---- numbers beyond 2³¹
