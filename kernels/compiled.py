@@ -3,14 +3,19 @@
 Invariant: a compiled function runs without the GIL, so threads over chunks scale; where numba finds no folder that it
 may write to (a read-only install under a service user without a home), the function is compiled anew in each process
 instead of failing at import. Held by tests/unit/kernels/test_compiled.py.
+
+Loading numba must not disturb who else lives in the process. llvmlite 0.47's library handle answers to any attribute
+whatever, `__dict__` included; vLLM 0.32 looks through the attributes of all loaded modules for one, takes the answer for
+it and dies. So the handle is made to own up to what it lacks. Remove that when either of the two is mended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite.binding import ffi
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -21,3 +26,20 @@ def compiled(function: F) -> F:
         return cast(F, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
     except RuntimeError:  # "cannot cache function: no locator available"
         return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def _answer_to_symbols_alone(library: Any) -> None:
+    if not hasattr(library, "__dict__"):
+        return
+    wrapper = type(library)
+    look_up = wrapper.__getattr__
+
+    def only_symbols(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return look_up(self, name)
+
+    wrapper.__getattr__ = only_symbols
+
+
+_answer_to_symbols_alone(ffi.lib)

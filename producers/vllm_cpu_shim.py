@@ -12,11 +12,6 @@ Shim 2, whole prefills. Written for vLLM 0.32.0. When a step computes only a par
 runner rewinds the request's generator by `set_offset`, which CPU generators lack: the engine dies. `batched_tokens`
 makes the step's budget so large that no prompt is ever split. Remove it when the runner guards that call by device.
 
-Shim 3, llvmlite beside vLLM. Written for vLLM 0.32.0 and llvmlite 0.47. When it replaces Triton kernels, vLLM looks through
-every attribute of every loaded module for a `__dict__`; llvmlite's library handle, loaded with the delta codec's numba,
-answers to any name whatever, and vLLM takes the answer for one. The handle is made to own up to what it lacks. Remove it
-when either of the two is mended.
-
 Mixture-of-experts weights are packed elsewhere, at the same shape; the engine's self-check refuses such a model here.
 """
 
@@ -57,22 +52,6 @@ def install() -> None:
         if dispatch.__name__ not in method.__code__.co_names:
             raise ConfigError(f"{method.__qualname__} of vLLM {vllm.__version__} packs in another way: {_ADVICE}")
     utils.dispatch_cpu_unquantized_gemm = _keep_weights
-
-
-def make_llvmlite_honest() -> None:
-    """Shim 3. Idempotent; call it before vLLM builds an engine."""
-    from llvmlite.binding import ffi
-
-    wrapper: Any = type(ffi.lib)
-    if hasattr(ffi.lib, "__dict__"):
-        look_up = wrapper.__getattr__
-
-        def only_symbols(self: Any, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return look_up(self, name)
-
-        wrapper.__getattr__ = only_symbols
 
 
 def batched_tokens(max_num_seqs: int, max_model_len: int) -> int:

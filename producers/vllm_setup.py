@@ -109,7 +109,6 @@ def build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
-    vllm_cpu_shim.make_llvmlite_honest()
     preload = os.environ.get(PRELOAD_VARIABLE)
     try:
         return LLMEngine.from_engine_args(arguments)

@@ -19,7 +19,6 @@ Refusal = tuple[str, str]  # class in schemas/errors.py, message
 
 if current_platform.is_cpu():
     vllm_cpu_shim.install()
-    vllm_cpu_shim.make_llvmlite_honest()
 register()
 
 

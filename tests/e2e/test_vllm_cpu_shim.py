@@ -45,15 +45,6 @@ def test_a_layer_that_packs_by_other_means_is_refused(monkeypatch: pytest.Monkey
         vllm_cpu_shim.install()
 
 
-def test_llvmlite_answers_to_symbols_alone(recompute_lab: Lab) -> None:
-    """An engine could be built in this process, in which the codec's compiler is loaded."""
-    from llvmlite.binding import ffi
-
-    assert not hasattr(ffi.lib, "__dict__")
-    vllm_cpu_shim.make_llvmlite_honest()
-    assert ffi.lib.LLVMPY_GetVersionInfo() > 0
-
-
 def test_installing_twice_changes_nothing() -> None:
     from vllm.model_executor.layers import utils
 

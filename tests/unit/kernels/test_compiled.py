@@ -35,6 +35,14 @@ def test_other_threads_run_meanwhile() -> None:
     assert ticks > 20
 
 
+def test_llvmlite_answers_to_symbols_alone() -> None:
+    """Else vLLM's engine cannot be built in this process (tests/e2e builds it)."""
+    from llvmlite.binding import ffi
+
+    assert not hasattr(ffi.lib, "__dict__")
+    assert ffi.lib.LLVMPY_GetVersionInfo() > 0
+
+
 def test_a_read_only_install_without_a_home_still_works(tmp_path: Path) -> None:
     """As under a service user: the kernels' folder and the home cannot be written to."""
     package = tmp_path / "site"
