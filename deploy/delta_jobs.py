@@ -15,8 +15,8 @@ import xxhash
 from anabranch.deploy.delta_progress import progress
 from anabranch.deploy.delta_states import State
 from anabranch.kernels.delta_chunk import Piece
-from anabranch.kernels.delta_codec import plan_jobs
 from anabranch.kernels.delta_dtypes import Bits
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.kernels.digest import tensor_digest
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.layout import DTYPE_BYTES, Layout, root_digest

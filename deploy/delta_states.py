@@ -20,8 +20,9 @@ import numpy as np
 
 from anabranch.deploy.delta_progress import progress
 from anabranch.kernels.delta_chunk import ChunkKind, Piece, read_head
-from anabranch.kernels.delta_codec import CODEC, TensorChange, decode_chunk, plan_jobs
+from anabranch.kernels.delta_codec import CODEC, TensorChange, decode_chunk
 from anabranch.kernels.delta_dtypes import Bits, uint_dtype
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout
 from anabranch.transport.checkpoint_io import OpenCheckpoint

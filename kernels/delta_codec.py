@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,24 +20,16 @@ from numpy.typing import NDArray
 from anabranch.kernels.delta_chunk import ChunkHead, ChunkKind, Piece, read_head
 from anabranch.kernels.delta_dense import decode_dense, encode_dense, estimate_dense
 from anabranch.kernels.delta_dtypes import FORMS, Bits
+from anabranch.kernels.delta_plan import ArraySource, Source, flat_bits, plan_jobs
 from anabranch.kernels.delta_scan import scan
 from anabranch.kernels.delta_sparse import Part, decode_sparse, encode_sparse, read_changes
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError
-from anabranch.schemas.layout import Layout, TensorSpec
+from anabranch.schemas.layout import Layout
 
 CODEC = "class-golomb/1"
-CHUNK_ELEMENTS = 2**22  # at most, of a chunk: 8 MiB of bf16
 DENSE_FROM = 1 / 8  # share of changed elements from which both codings are tried
 ALONE_FROM = 2**16  # elements from which a densely changed piece has a chunk of its own
-
-
-class Source(Protocol):
-    """Where weights are read from, piece by piece; several threads may read at once."""
-
-    def read(self, name: str, start: int, stop: int) -> Bits:
-        """Elements [start, stop) of a tensor: 1-D, C-contiguous, unsigned integers of its width; may be a view."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,57 +70,6 @@ class ChunkInfo:
     pieces: tuple[Piece, ...]
     changed_elements: int
     unit_steps: int
-
-
-class ArraySource:
-    """Weights in memory: `state` maps names to flat arrays of unsigned integers."""
-
-    def __init__(self, layout: Layout, state: Mapping[str, Bits]) -> None:
-        """Raises DeltaError if an array is missing, not contiguous, or not what the layout says."""
-        self._flat = {spec.name: _flat(state, spec) for spec in layout.tensors}
-
-    def read(self, name: str, start: int, stop: int) -> Bits:
-        return self._flat[name][start:stop]
-
-
-def _flat(state: Mapping[str, Bits], spec: TensorSpec) -> Bits:
-    bits = state.get(spec.name)
-    if bits is None:
-        raise DeltaError(f"tensor {spec.name!r} is missing")
-    if not bits.flags.c_contiguous:
-        raise DeltaError(f"tensor {spec.name!r} is not contiguous: copy it first (numpy.ascontiguousarray)")
-    if bits.dtype != FORMS[spec.dtype].uint or bits.size != spec.numel:
-        raise DeltaError(
-            f"tensor {spec.name!r} holds {bits.size} x {bits.dtype}; the layout says {spec.numel} x {spec.dtype}"
-        )
-    return bits.reshape(-1)
-
-
-def plan_jobs(layout: Layout, *, chunk_elements: int = CHUNK_ELEMENTS) -> list[tuple[Piece, ...]]:
-    """All elements of `layout` in jobs that are encoded on their own: each of one dtype and of nearly equal size, at most
-    `chunk_elements`. Jobs of a dtype walk the tensors in order, each tensor's pieces in order."""
-    jobs: list[tuple[Piece, ...]] = []
-    for dtype in FORMS:
-        specs = [(i, t.numel) for i, t in enumerate(layout.tensors) if t.dtype == dtype and t.numel]
-        total = sum(n for _, n in specs)
-        if not total:
-            continue
-        size = -(-total // -(-total // chunk_elements))
-        job: list[Piece] = []
-        room = size
-        for tensor, n in specs:
-            start = 0
-            while start < n:
-                piece = Piece(tensor, start, min(n, start + room))
-                job.append(piece)
-                room -= piece.size
-                start = piece.stop
-                if room == 0:
-                    jobs.append(tuple(job))
-                    job, room = [], size
-        if job:
-            jobs.append(tuple(job))
-    return jobs
 
 
 def encode_job(layout: Layout, job: Sequence[Piece], base: Source | None, new: Source) -> JobResult:
@@ -230,7 +171,7 @@ def decode_anchor(
         DeltaError: a chunk is damaged or sparse, or the chunks do not cover every element once. Heads are checked before
             anything is written; a damaged body is found when its turn comes, so `state` is in doubt then.
     """
-    arrays = {spec.name: _flat(state, spec) for spec in layout.tensors}
+    arrays = {spec.name: flat_bits(state, spec) for spec in layout.tensors}
     heads = check_disjoint(layout, chunks)
     sparse = [i for i, head in enumerate(heads) if head.kind == ChunkKind.SPARSE]
     covered = sum(head.elements for head in heads)

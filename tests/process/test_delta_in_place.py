@@ -17,7 +17,7 @@ import torch
 from anabranch.deploy.delta_diff import diff
 from anabranch.deploy.delta_encode import Labels
 from anabranch.deploy.delta_merge import merge
-from anabranch.kernels.delta_codec import plan_jobs
+from anabranch.kernels.delta_plan import plan_jobs
 from tests.checkpoints import random_state, save, step
 
 pytestmark = pytest.mark.process
@@ -30,7 +30,7 @@ EVERYWHERE = """
 import os, random, shutil, sys
 from pathlib import Path
 from anabranch.deploy.delta_apply import apply_in_place
-from anabranch.kernels.delta_codec import plan_jobs
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.transport.delta_file import DeltaFile
 
 old, file, expected, threads = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from anabranch.kernels.delta_chunk import ChunkKind, Piece, put_varint, read_head, take_varint, write_head
 from anabranch.kernels.delta_codec import (
-    ArraySource,
     Encoded,
     apply_changes,
     decode,
@@ -24,9 +23,9 @@ from anabranch.kernels.delta_codec import (
     encode_delta,
     encode_job,
     inspect_chunk,
-    plan_jobs,
 )
 from anabranch.kernels.delta_dtypes import FORMS
+from anabranch.kernels.delta_plan import ArraySource, plan_jobs
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from anabranch.kernels.delta_codec import (
-    ArraySource,
     TensorChange,
     decode_chunk,
     encode_anchor,
@@ -26,6 +25,7 @@ from anabranch.kernels.delta_codec import (
     inspect_chunk,
 )
 from anabranch.kernels.delta_dtypes import FORMS
+from anabranch.kernels.delta_plan import ArraySource
 from anabranch.schemas.delta_file import PREFIX, DeltaHeader, frame_bytes
 from anabranch.schemas.errors import DeltaError, ManifestError
 from anabranch.schemas.layout import Layout

@@ -13,7 +13,7 @@ import torch
 from anabranch.deploy.delta_apply import Applied, apply_in_place, apply_to_new
 from anabranch.deploy.delta_diff import diff
 from anabranch.deploy.delta_encode import Labels
-from anabranch.kernels.delta_codec import plan_jobs
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.schemas.errors import DeltaError, ManifestError, TemporaryError, UsageError
 from anabranch.transport.checkpoint_files import journal_path, scan_checkpoint
 from anabranch.transport.checkpoint_io import OpenCheckpoint

@@ -12,7 +12,7 @@ import torch
 from anabranch.deploy.delta_apply import apply_to_new
 from anabranch.deploy.delta_diff import diff
 from anabranch.deploy.delta_encode import Labels, WrittenDelta
-from anabranch.kernels.delta_codec import plan_jobs
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.producers.mirror import Mirror
 from anabranch.schemas.errors import DeltaError
 from anabranch.transport.delta_file import DeltaFile

@@ -11,8 +11,8 @@ import pytest
 from anabranch.deploy.delta_jobs import Job, StateDigest, each_job, state_digest
 from anabranch.deploy.delta_states import HeldPieces
 from anabranch.kernels.delta_chunk import Piece
-from anabranch.kernels.delta_codec import plan_jobs
 from anabranch.kernels.delta_dtypes import Bits
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.kernels.digest import tensor_digest
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout, root_digest

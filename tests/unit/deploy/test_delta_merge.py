@@ -11,7 +11,7 @@ from anabranch.deploy.delta_apply import apply_in_place, apply_to_new
 from anabranch.deploy.delta_diff import diff
 from anabranch.deploy.delta_encode import Labels, WrittenDelta
 from anabranch.deploy.delta_merge import merge
-from anabranch.kernels.delta_codec import plan_jobs
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.schemas.errors import DeltaError, UsageError
 from anabranch.transport.delta_file import DeltaFile
 from tests.checkpoints import State, load, random_state, raw, save, step

@@ -14,7 +14,7 @@ from anabranch.deploy.delta_diff import diff
 from anabranch.deploy.delta_encode import Labels
 from anabranch.deploy.delta_merge import merge
 from anabranch.deploy.delta_show import describe, rows_to_show, summary, table
-from anabranch.kernels.delta_codec import plan_jobs
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.transport.delta_file import DeltaFile
 from tests.checkpoints import TENSORS, State, random_state, save, step
 

@@ -14,8 +14,9 @@ import xxhash
 from anabranch.deploy import delta_states
 from anabranch.deploy.delta_states import AbsentState, HeldPieces, State, after
 from anabranch.kernels.delta_chunk import Piece
-from anabranch.kernels.delta_codec import CODEC, encode_job, plan_jobs
+from anabranch.kernels.delta_codec import CODEC, encode_job
 from anabranch.kernels.delta_dtypes import Bits, uint_dtype
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.schemas.delta_file import DeltaHeader
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout

@@ -12,7 +12,7 @@ from anabranch.deploy.delta_diff import diff
 from anabranch.deploy.delta_encode import Labels
 from anabranch.deploy.delta_merge import merge
 from anabranch.deploy.delta_verify import verify
-from anabranch.kernels.delta_codec import plan_jobs
+from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.schemas.errors import DeltaError
 from anabranch.transport.delta_file import DeltaFile, DeltaWriter
 from tests.checkpoints import random_state, save, step

@@ -1,0 +1,45 @@
+"""Synthetic steps follow the update law, and every sweep yields the rows it promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from anabranch.deploy.codec_sweep import DENSITIES, DTYPES, TENSOR_ELEMENTS, sweep, synthetic_step
+from anabranch.kernels.delta_dtypes import FORMS, to_ordered
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_synthetic_step_changes_small_weights_first_and_mostly_by_one_place(dtype: str) -> None:
+    layout, base, new = synthetic_step(dtype, 300_000, 0.02)
+    (spec,) = layout.tensors
+    form = FORMS[dtype]
+    old, after = base[spec.name], new[spec.name]
+    changed = old != after
+    assert changed.mean() == pytest.approx(0.02, rel=0.1)
+    exponent = (old >> form.uint(form.exponent_shift)) & form.uint(form.exponent_mask)
+    assert exponent[changed].mean() < exponent.mean() - 1
+    steps = to_ordered(after, form)[changed].astype(np.int64) - to_ordered(old, form)[changed].astype(np.int64)
+    assert (np.abs(steps) == 1).mean() > 0.7
+
+
+def test_large_states_are_split_into_tensors_and_repeat() -> None:
+    layout, base, _ = synthetic_step("f8_e4m3", 5 * TENSOR_ELEMENTS + 3, 0.01)
+    assert [t.numel for t in layout.tensors] == [TENSOR_ELEMENTS] * 5 + [3]
+    assert np.array_equal(base["layers.0.weight"], base["layers.4.weight"])
+    assert not np.array_equal(base["layers.0.weight"], base["layers.1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("what", "count"), [("density", len(DENSITIES)), ("size", 1), ("dtype", len(DTYPES))]
+)  # fmt: skip
+def test_sweeps(what: str, count: int) -> None:
+    rows = list(sweep(what, repeats=1, max_elements=10**6))
+    assert len(rows) == count
+    for row in rows:
+        assert row.sweep == what
+        assert 0.4 < row.bytes_per_change < 1.5
+        assert min(row.encode_mb_s, row.decode_mb_s) > 0
+    if what == "density":
+        costs = [row.bytes_per_change for row in rows]
+        assert costs == sorted(costs, reverse=True)  # rarer changes cost more each
