@@ -115,11 +115,10 @@ def scans_of(step: Step) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "torch.nonzero", lambda: torch.nonzero(step.old != step.new)
 
 
-def median_s(run: Callable[[], Any], repeats: int) -> float:
+def median_s(run: Callable[[], Any], repeats: int, device: str) -> float:
     """Seconds of one call, after one that is not timed: it compiles."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait, calls = (torch.cuda.synchronize, CALLS) if device == "cuda" else (lambda: None, 1)
     run()
-    calls = CALLS if torch.cuda.is_available() else 1
     times = []
     for _ in range(repeats):
         wait()
@@ -142,9 +141,9 @@ def measure(args: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
                     raise SystemExit(f"delta_codec.py: {dtype} at density {density}: GPU and CPU differ in {where}")
                 target = torch.empty_like(step.old)
                 gb = step.old.numel() * step.form.width_bytes / 1e9
-                copy_s = median_s(lambda step=step, target=target: target.copy_(step.old), args.repeats)
+                copy_s = median_s(lambda step=step, target=target: target.copy_(step.old), args.repeats, device)
                 for what, run in [("copy", None), *cases(step)]:
-                    seconds = median_s(run, args.repeats) if run else copy_s
+                    seconds = median_s(run, args.repeats, device) if run else copy_s
                     yield {
                         "dtype": dtype,
                         "density": density,
@@ -167,10 +166,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not 1 <= args.elements <= MAX_CHUNK_ELEMENTS:
         parser.error(f"--elements: a chunk has 1 to {MAX_CHUNK_ELEMENTS}")
-    if torch.cuda.is_available():
-        device, name = "cuda", torch.cuda.get_device_name()
-    elif triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:
         device, name = "cpu", "Triton's interpreter: the figures say nothing about speed"
+    elif torch.cuda.is_available():
+        device, name = "cuda", torch.cuda.get_device_name()
     else:
         raise SystemExit("delta_codec.py: no CUDA device; this script measures kernels on a GPU")
     rows = measure(args, device)

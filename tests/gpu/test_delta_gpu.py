@@ -206,6 +206,19 @@ def test_any_gaps_are_found_or_refused_as_by_the_cpu(
         assert listed([(p, i, gpu.down(b)) for p, i, b in found]) == listed(expected)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f8_e5m2", "i64"])
+@pytest.mark.parametrize("n", [1, 1000, 1024, 1025])
+def test_the_last_element_is_found_and_none_after_it(gpu: Gpu, dtype: str, n: int) -> None:
+    """All of class 0, which is what places beyond the end would look like."""
+    form = FORMS[dtype]
+    old = gpu.up(np.zeros(n, form.uint))
+    counts = np.eye(1, 256, dtype=np.int64)[0]
+    indices, bits = gpu.delta.locate(old, Changes(counts, np.array([n - 1], np.uint32), np.ones(1, form.uint)), form)
+    assert (indices.tolist(), bits.tolist()) == ([n - 1], [1])
+    with pytest.raises(DeltaError, match="1 of its 1 changes do not exist"):
+        gpu.delta.locate(old, Changes(counts, np.array([n], np.uint32), np.ones(1, form.uint)), form)
+
+
 @given(st.sampled_from(DTYPES), st.data())
 @settings(max_examples=25)
 def test_steps_lead_from_any_pattern_to_any_other(gpu: Gpu, dtype: str, data: st.DataObject) -> None:

@@ -47,20 +47,20 @@ def test_the_gpu_tests_pass_under_the_interpreter() -> None:
     assert "skipped" not in done.stdout
 
 
-# Types of the kernels' arguments as `scan`, `ranks` and `select` pass them; "*" alone is a pointer to the weights' bits.
+# Types of the kernels' arguments as `scan`, `ranks` and `select` pass them; "*" alone is a pointer to the weights' bits,
+# "n" a number: Triton makes kernels of their own for 32 bits, for 64, and for 1.
 LAUNCHES: dict[str, dict[str, str]] = {
-    "triton_scan._compare": {"old": "*", "new": "*", "start": "i64", "size": "i64", "marks": "*u8", "counts": "*i64"},
+    "triton_scan._compare": {"old": "*", "new": "*", "start": "n", "size": "n", "marks": "*u8", "counts": "*i64"},
     "triton_scan._compact": {"marks": "*u8", "firsts": "*i64", "found": "*i64"},
-    "triton_ranks._count_classes": {"old": "*", "size": "i32", "counts": "*i32"},
+    "triton_ranks._count_classes": {"old": "*", "size": "n", "counts": "*i32"},
     "triton_ranks._rank": {
-        "old": "*", "size": "i32", "directory": "*i32", "indices": "*i64", "k": "i32", "classes": "*u8", "places": "*i32",
+        "old": "*", "size": "n", "directory": "*i32", "indices": "*i64", "k": "n", "classes": "*u8", "places": "*i32",
     },
     "triton_locate._find_block": {
-        "directory": "*i32", "last": "i32", "rounds": "i32", "classes": "*u8", "places": "*i32", "k": "i32",
-        "blocks": "*i32",
+        "directory": "*i32", "last": "n", "rounds": "n", "classes": "*u8", "places": "*i32", "k": "n", "blocks": "*i32",
     },
     "triton_locate._find_element": {
-        "old": "*", "size": "i32", "directory": "*i32", "classes": "*u8", "places": "*i32", "blocks": "*i32", "k": "i32",
+        "old": "*", "size": "n", "directory": "*i32", "classes": "*u8", "places": "*i32", "blocks": "*i32", "k": "n",
         "indices": "*i64",
     },
 }  # fmt: skip
@@ -74,14 +74,18 @@ TARGETS: dict[str, tuple[str, Any, int, str]] = {  # backend, architecture, lane
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings(FP_FUSION)
 @pytest.mark.parametrize(
-    ("target", "dtype"),
-    [("H100", d) for d in ("bf16", "f32", "f64", "f8_e4m3", "u8")] + [(t, "bf16") for t in ("A100", "MI300")],
+    ("target", "dtype", "number"),
+    [
+        *(("H100", dtype, "i32") for dtype in ("bf16", "f32", "f64", "f8_e4m3", "u8")),
+        *(("H100", "bf16", number) for number in ("i64", "1")),
+        *((target, "bf16", "i32") for target in ("A100", "MI300")),
+    ],
 )
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_kernels_compile_for_gpus(
-    name: str, dtype: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, target: str, dtype: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter accepts more than the compiler: the kernels' code, for all it says, need not be Triton."""
+    """The interpreter accepts more than the compiler does."""
     from triton import compile as compile_kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -92,12 +96,13 @@ def test_kernels_compile_for_gpus(
     module = importlib.import_module(f"anabranch.kernels.{module_name}")
     kernel = getattr(module, kernel_name)
     form = FORMS[dtype]
-    types = {a: f"*i{8 * form.width_bytes}" if t == "*" else t for a, t in LAUNCHES[name].items()}
-    numbers = {"SHIFT": form.exponent_shift, "MASK": form.exponent_mask, **vars(module)}
-    constants = {a: numbers[a] for a in kernel.arg_names if a not in types}
+    meant = {"*": f"*i{8 * form.width_bytes}", "n": "constexpr" if number == "1" else number}
+    types = {a: meant.get(t, t) for a, t in LAUNCHES[name].items()}
     signature = {a: types.get(a, "constexpr") for a in kernel.arg_names}
-    made = compile_kernel(ASTSource(kernel, signature, constants), target=GPUTarget(backend, architecture, lanes))
-    assert made.asm[binary]
+    values = {"SHIFT": form.exponent_shift, "MASK": form.exponent_mask, **vars(module)}
+    constants = {a: values.get(a, 1) for a, t in signature.items() if t == "constexpr"}
+    source = ASTSource(kernel, signature, constants)
+    assert compile_kernel(source, target=GPUTarget(backend, architecture, lanes)).asm[binary]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes tensors in host memory")
