@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
                         "what": what,
                         "gb_s": gb / seconds,
                         "of_copy": copy_s / seconds,
-                        "equal_to_cpu": True,
+                        "equal_to": "CPU" if cases is kernels_of else "torch.nonzero",
                     }
 
 
@@ -176,13 +176,14 @@ def main(argv: list[str]) -> int:
     if args.json:
         print(json.dumps([{"device": name, **row} for row in rows], indent=1))
         return 0
-    print(f"{name}; torch {torch.__version__}, triton {triton.__version__}; results equal the CPU's bit for bit")
+    print(f"{name}; torch {torch.__version__}, triton {triton.__version__}")
     print(f"{'dtype':8} {'density':>8} {'elements':>11}  {'what':14} {'GB/s':>9} {'of copy':>8}")
     for row in rows:
         print(
             f"{row['dtype']:8} {row['density']:8.2%} {row['elements']:11,}  {row['what']:14} {row['gb_s']:9.2f} "
             f"{row['of_copy']:8.1%}"
         )
+    print("All results are those of the CPU (the large scan: of torch.nonzero), bit for bit.")
     return 0
 
 
