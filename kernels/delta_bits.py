@@ -192,15 +192,23 @@ def _put_golomb(words: Any, at: Any, x: Any, m: Any, width: Any, short: Any) -> 
 
 @compiled
 def _put_plain(words: Any, at: Any, values: Any, first: Any, last: Any, code: Any) -> Any:
-    """Each of values[first:last] as by `_put_golomb`; the word that is being filled stays in a register."""
+    """Each of values[first:last] as by `_put_golomb`; the word that is being filled stays in a register, and quotients
+    come from a product, which a processor can overlap with the next one, as it cannot a division."""
     m, width, short = golomb(code)
+    inverse = 1.0 / np.float64(m)
     word, filled = at >> 6, np.uint64(at & 63)
     open_word = words[word]
     for i in range(first, last):
         x = np.uint64(values[i])
-        q = x // m
-        if q < UNARY_LIMIT and width < 40:
-            bits, count = _remainder(x - q * m, width, short)
+        product = np.float64(values[i]) * inverse
+        if product < UNARY_LIMIT:
+            q = np.uint64(np.int64(product))
+            r = x - q * m
+            above = np.uint64(r >= m)  # the product of a multiple of m may fall short of it, but by no more
+            q += above
+            r -= m * above
+        if product < UNARY_LIMIT and q < UNARY_LIMIT and width < 40:
+            bits, count = _remainder(r, width, short)
             bits = (bits << (q + np.uint64(1))) | ((np.uint64(1) << q) - np.uint64(1))
             count += np.int64(q) + 1
             open_word |= bits << filled

@@ -39,9 +39,7 @@ PROBLEMS = {
 def _peek(words: Any, at: Any) -> Any:
     """The 64 bits from position `at` on, the first in the lowest place."""
     word, offset = at >> 6, np.uint64(at & 63)
-    if offset == 0:
-        return words[word]
-    return (words[word] >> offset) | (words[word + 1] << (np.uint64(64) - offset))
+    return (words[word] >> offset) | ((words[word + 1] << np.uint64(1)) << (np.uint64(63) - offset))
 
 
 @compiled

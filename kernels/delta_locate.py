@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.compiled import compiled
 from anabranch.kernels.delta_dtypes import CLASSES, BitForm, Bits
-from anabranch.kernels.lanes import LANES, equal_mask, lowest_bit, popcount, put_classes
+from anabranch.kernels.lanes import LANES, equal_mask, lowest_bit, nth_bit, popcount, put_classes
 from anabranch.kernels.ordered import stepped
 
 NONE_LEFT = 2**40  # more than a chunk has elements
@@ -103,11 +103,9 @@ def _locate(old: Any, shift: Any, mask: Any, heavy: Any, left: Any, at: Any, fol
             if after < 0:
                 passed = left[c]
                 while True:
-                    for _ in range(passed):
-                        members &= members - np.uint64(1)
-                    rest = members & (members - np.uint64(1))
-                    hits |= members ^ rest
-                    members = rest
+                    hit_bit = nth_bit(members, np.uint64(passed))
+                    hits |= hit_bit
+                    members &= ~((hit_bit << np.uint64(1)) - np.uint64(1))  # those after it
                     passed = following[at[c]]
                     at[c] += 1
                     after = passed - popcount(members)

@@ -59,12 +59,13 @@ class ClassCounts:
 
     `tables` uint32 [4, 256], whose sum over the first axis is the elements so far (four tables, since neighbours are
     often of one class and an increment waits for the one before it); `following` int64 [256], the rank after the last
-    change.
+    change; `changed` int64 [256], changes so far.
     """
 
     def __init__(self) -> None:
         self.tables = np.zeros((4, CLASSES), np.uint32)
         self.following = np.zeros(CLASSES, np.int64)
+        self.changed = np.zeros(CLASSES, np.int64)
 
 
 def take_changes(
@@ -81,12 +82,12 @@ def take_changes(
     """
     shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
     sign = form.uint(form.sign_bit if form.is_float else 0)
-    _take(old, new, words, shift, mask, sign, seen.tables, seen.following, *out)
+    _take(old, new, words, shift, mask, sign, seen.tables, seen.following, seen.changed, *out)
 
 
 @compiled
 def _take(
-    old: Any, new: Any, words: Any, shift: Any, mask: Any, sign: Any, tables: Any, following: Any,
+    old: Any, new: Any, words: Any, shift: Any, mask: Any, sign: Any, tables: Any, following: Any, counts: Any,
     out_class: Any, out_gap: Any, out_step: Any,
 ) -> None:  # fmt: skip
     classes = np.empty(LANES, np.uint8)
@@ -108,6 +109,7 @@ def _take(
             out_gap[t] = rank - following[c]
             out_step[t] = ordered(new[start + j], sign) - ordered(old[start + j], sign)
             following[c] = rank + 1
+            counts[c] += 1
             t += 1
         for i in range(start, start + LANES, 4):
             tables[0, (old[i] >> shift) & mask] += np.uint32(1)
@@ -122,5 +124,6 @@ def _take(
             out_gap[t] = rank - following[c]
             out_step[t] = ordered(new[i], sign) - ordered(old[i], sign)
             following[c] = rank + 1
+            counts[c] += 1
             t += 1
         tables[0, c] += np.uint32(1)

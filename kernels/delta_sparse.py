@@ -111,9 +111,8 @@ def group_changes(layout: Layout, parts: Sequence[Part]) -> Changes:
         here = slice(at, at + part.changed)
         take_changes(part.old, part.new, part.words, form, seen, (classes[here], gaps[here], steps[here]))
         at = here.stop
-    counts = np.bincount(classes, minlength=CLASSES).astype(np.int64)
-    grouped = Changes(counts, np.empty_like(gaps), np.empty_like(steps))
-    _group(classes, gaps, steps, np.cumsum(counts) - counts, grouped.gaps, grouped.steps)
+    grouped = Changes(seen.changed, np.empty_like(gaps), np.empty_like(steps))
+    _group(classes, gaps, steps, np.cumsum(seen.changed) - seen.changed, grouped.gaps, grouped.steps)
     return grouped
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+import numpy as np
+from llvmlite import binding, ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
+
+from anabranch.kernels.compiled import compiled
 
 LANES = 64
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -95,3 +99,32 @@ def lowest_bit(typing_context: Any, mask: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return types.int64(types.uint64), generate
+
+
+def _deposits_fast() -> bool:
+    """Whether this processor scatters bits by a mask (BMI2's pdep) in hardware; Zen 1 and 2 do it in microcode."""
+    slow = binding.get_host_cpu_name() in ("znver1", "znver2")
+    return bool(binding.get_host_cpu_features().get("bmi2")) and not slow
+
+
+if _deposits_fast():
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def nth_bit(typing_context: Any, mask: Any, n: Any) -> Any:
+        """The set bit of a uint64 that has `n` (uint64) set bits below it, alone in a uint64; there must be one."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(_I64, [_I64, _I64])
+            deposit = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.bmi.pdep.64")
+            return builder.call(deposit, [builder.shl(ir.Constant(_I64, 1), args[1]), args[0]])
+
+        return types.uint64(types.uint64, types.uint64), generate
+
+else:
+
+    @compiled
+    def nth_bit(mask: Any, n: Any) -> Any:
+        """The set bit of a uint64 that has `n` (uint64) set bits below it, alone in a uint64; there must be one."""
+        for _ in range(n):
+            mask &= mask - np.uint64(1)
+        return mask & (np.uint64(0) - mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from anabranch.kernels.delta_sparse import (
     read_changes,
     write_changes,
 )
-from anabranch.kernels.lanes import changed_mask, equal_mask, lowest_bit, popcount, put_classes
+from anabranch.kernels.lanes import changed_mask, equal_mask, lowest_bit, nth_bit, popcount, put_classes
 from anabranch.kernels.ordered import ordered, stepped
 from anabranch.schemas.layout import Layout
 from tests.property.delta_strategies import DTYPES, bit_arrays, changed
@@ -175,11 +176,21 @@ def test_golomb_parameters_are_four_to_an_octave() -> None:
     assert reference.PARAMETERS[:12] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
 
 
+@given(st.integers(1, 2**64 - 1), st.data())
+def test_the_nth_bit(mask: int, data: st.DataObject) -> None:
+    n = data.draw(st.integers(0, mask.bit_count() - 1))
+    places = [j for j in range(64) if mask >> j & 1]
+    assert int(_nth(np.uint64(mask), np.uint64(n))) == 1 << places[n]
+
+
+@numba.njit
+def _nth(mask: Any, n: Any) -> Any:
+    return nth_bit(mask, n)
+
+
 @pytest.mark.parametrize("uint", [np.uint8, np.uint16, np.uint32, np.uint64])
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_masks_of_64_elements(uint: Any, offset: int) -> None:
-    import numba
-
     @numba.njit
     def masks(a: Any, b: Any, i: Any, shift: Any, mask: Any, value: Any, block: Any) -> Any:
         different = changed_mask(a, b, i)
