@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,9 +32,10 @@ from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import AnabranchError, UsageError
 
 Tell = Callable[[str], None]
-_SETTLE_S, _WAKE_S = 0.002, 0.05
+_SETTLE_S, _STEADY_S, _LONG_S = 0.002, 0.05, 0.2
 NOISY_CORES = 0.1  # what an idle system's own work stays below
 Row = dict[str, Any]
+A, B = TypeVar("A"), TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,11 @@ class Measured:
     encode_s: list[float] = field(default_factory=list)
     decode_s: list[float] = field(default_factory=list)
     size_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def is_quick(self) -> bool:
+        """A run is so short that how the machine was a moment before matters."""
+        return not self.encode_s or self.encode_s[-1] + self.decode_s[-1] < _LONG_S
 
     def row(self, pair: Pair, changed: int) -> Row:
         """One object of --json. A snapshot's size is counted per raw byte, since it holds more than what changed."""
@@ -184,24 +190,44 @@ def measure(pair: Pair, formats: Sequence[Format], threads: int, effort: Effort,
 def _run(
     codec: Format, pair: Pair, state: dict[str, Bits], workers: Workers, measured: Measured | None
 ) -> Mapping[str, Bits]:
-    base, new = codec.prepare(pair.base, pair.new)
-    settle()
-    wake(workers)
-    started = time.perf_counter()
-    encoded = codec.encode(base, new, workers)
-    encode_s = time.perf_counter() - started
-    for name, bits in pair.base.items():
-        np.copyto(state[name], bits)
-    settle()
-    wake(workers)
-    started = time.perf_counter()
-    decoded = codec.decode(state, encoded, workers)
-    decode_s = time.perf_counter() - started
+    def restore() -> dict[str, Bits]:
+        for name, bits in pair.base.items():
+            np.copyto(state[name], bits)
+        return state
+
+    encoded, encode_s = _timed(
+        lambda: codec.prepare(pair.base, pair.new),
+        lambda states: codec.encode(*states, workers),
+        steady=measured is not None and measured.is_quick,
+    )
+    decoded, decode_s = _timed(
+        restore,
+        lambda base: codec.decode(base, encoded, workers),
+        steady=measured is not None and measured.is_quick,
+    )
     if measured is not None:
         measured.encode_s.append(encode_s)
         measured.decode_s.append(decode_s)
         measured.size_bytes.append(codec.size_bytes(encoded))
     return decoded
+
+
+def _timed(prepare: Callable[[], A], work: Callable[[A], B], *, steady: bool) -> tuple[B, float]:
+    """What `work` gives for what `prepare` gives, and the seconds it took.
+
+    `steady`: it was repeated for a moment before. Linux starts threads that slept on the core of the one that wakes
+    them and spreads them tens of milliseconds later: when a delta of 10 MB is long done, and one of 10 GB has hardly
+    begun.
+    """
+    settle()
+    end = time.monotonic() + _STEADY_S
+    while steady and time.monotonic() < end:
+        work(prepare())
+    given = prepare()
+    settle()
+    started = time.perf_counter()
+    result = work(given)
+    return result, time.perf_counter() - started
 
 
 def settle(deadline_s: float = 10.0) -> None:
@@ -213,19 +239,6 @@ def settle(deadline_s: float = 10.0) -> None:
         time.sleep(_SETTLE_S)
         if time.process_time() - before < _SETTLE_S / 4:
             return
-
-
-def wake(workers: Workers) -> None:
-    """Let every thread copy memory for a moment before a timed run. Linux starts threads that slept on the core of the
-    one that wakes them, and spreads them tens of milliseconds later: when a delta of 10 MB is long done, and before one
-    of 10 GB has begun in earnest."""
-    end = time.monotonic() + _WAKE_S
-
-    def copy(buffer: Bits) -> None:
-        while time.monotonic() < end:
-            np.copyto(buffer[0], buffer[1])
-
-    list(workers.in_order(copy, [np.zeros((2, 2**20), np.uint8) for _ in range(workers.threads)]))
 
 
 def _check(name: str, decoded: Mapping[str, Bits], pair: Pair) -> None:
