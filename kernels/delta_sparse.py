@@ -53,14 +53,14 @@ class Changes:
 
 def encode_sparse(layout: Layout, parts: Sequence[Part]) -> bytes:
     """A sparse chunk of `parts`, which all have changes, are of one dtype and in order."""
-    parts = [segment for part in parts for segment in _cut(part)]
+    parts = [segment for part in parts for segment in cut_segments(part)]
     changes = group_changes(layout, parts)
     chunk = write_head(layout, ChunkKind.SPARSE, [p.piece for p in parts])
     put_varint(chunk, changes.gaps.size)
     return bytes(chunk) + write_changes(changes)
 
 
-def _cut(part: Part) -> Iterator[Part]:
+def cut_segments(part: Part) -> Iterator[Part]:
     """Segments of `part` without the long unchanged runs: rows whose tokens never occurred, experts that no token
     chose. Every class would need a long gap to pass them, and the decoder would look at them for nothing."""
     changed_blocks, longest = _runs(part.words)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.delta_chunk import ChunkHead, ChunkKind, Piece, put_varint, write_head
 from anabranch.kernels.delta_dtypes import CLASSES, FORMS, BitForm
-from anabranch.kernels.delta_sparse import Changes, Part, _cut, read_changes, write_changes
+from anabranch.kernels.delta_sparse import Changes, Part, cut_segments, read_changes, write_changes
 from anabranch.kernels.triton_bits import SIGNED, stepped, steps_between
 from anabranch.kernels.triton_locate import select
 from anabranch.kernels.triton_ranks import class_directory, ranks
@@ -52,7 +52,7 @@ def encode_sparse(layout: Layout, parts: Sequence[DevicePart]) -> bytes:
     segments, old, moved = [], [], []  # moved: from an index in its piece to the place in what is side by side
     elements = 0
     for part in parts:
-        for segment in _cut(Part(part.piece, NO_BITS, NO_BITS, part.words, part.indices.numel())):
+        for segment in cut_segments(Part(part.piece, NO_BITS, NO_BITS, part.words, part.indices.numel())):
             first = segment.piece.start - part.piece.start
             segments.append(segment)
             old.append(part.old[first : first + segment.piece.size])
