@@ -148,7 +148,10 @@ def decode_chunk(layout: Layout, chunk: bytes, base: Source) -> list[TensorChang
     Raises:
         DeltaError: it is damaged, not of this layout, or does not belong to these base weights.
     """
-    head = read_head(layout, chunk)
+    return _decode_chunk(layout, read_head(layout, chunk), chunk, base)
+
+
+def _decode_chunk(layout: Layout, head: ChunkHead, chunk: bytes, base: Source) -> list[TensorChange]:
     name = {p.tensor: layout.tensors[p.tensor].name for p in head.pieces}
     if head.kind == ChunkKind.SPARSE:
         found = decode_sparse(head, chunk, lambda p: base.read(name[p.tensor], p.start, p.stop))
@@ -202,14 +205,15 @@ def decode(
     """
     source = ArraySource(layout, base)
 
-    def one(numbered: tuple[int, bytes]) -> list[TensorChange]:
-        try:
-            return decode_chunk(layout, numbered[1], source)
-        except DeltaError as error:
-            raise DeltaError(f"chunk {numbered[0]} is refused: {error}") from error
+    heads = check_disjoint(layout, chunks)
 
-    check_disjoint(layout, chunks)
-    return [c for changes in (workers or Workers()).in_order(one, enumerate(chunks)) for c in changes]
+    def one(i: int) -> list[TensorChange]:
+        try:
+            return _decode_chunk(layout, heads[i], chunks[i], source)
+        except DeltaError as error:
+            raise DeltaError(f"chunk {i} is refused: {error}") from error
+
+    return [c for changes in (workers or Workers()).in_order(one, range(len(chunks))) for c in changes]
 
 
 def apply_changes(state: Mapping[str, Bits], changes: Iterable[TensorChange]) -> None:

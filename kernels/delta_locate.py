@@ -35,55 +35,75 @@ class ClassCursors:
     `following` int64 [k + 1]; `step_at` int64 [256]: the next step in `steps` [k].
     """
 
-    def __init__(self, counts: NDArray[np.int64], gaps: NDArray[np.uint32], steps: Bits, elements: int) -> None:
+    def __init__(
+        self, form: BitForm, counts: NDArray[np.int64], gaps: NDArray[np.uint32], steps: Bits, elements: int
+    ) -> None:
         """`counts` [256] changes of each class; `gaps`, `steps` [k] grouped by class; `elements` of the chunk."""
-        ends = np.cumsum(counts)
-        starts = ends - counts
-        occurring = np.flatnonzero(counts)
-        self.following = np.full(gaps.size + 1, NONE_LEFT, np.int64)
-        self.following[: max(0, gaps.size - 1)] = gaps[1:]
-        self.following[ends[occurring] - 1] = NONE_LEFT
-        self.left = np.full(CLASSES, NONE_LEFT, np.int64)
-        self.left[occurring] = gaps[starts[occurring]]
-        self.at = starts.copy()
-        self.step_at = starts.copy()
+        self.fields = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
+        self.sign = form.uint(form.sign_bit if form.is_float else 0)
+        self.following = np.empty(gaps.size + 1, np.int64)
+        self.left, self.at = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
+        _start(counts, gaps, self.following, self.left, self.at)
+        self.step_at = self.at.copy()
         self.steps = steps
         self.changed_share = counts / elements
 
 
-def locate(old: Bits, form: BitForm, cursors: ClassCursors, room: int) -> tuple[NDArray[np.uint32], Bits]:
+@compiled
+def _start(counts: Any, gaps: Any, following: Any, left: Any, at: Any) -> None:
+    """What follows each gap is the next one of its class, or none."""
+    first = 0
+    for c in range(counts.size):
+        left[c], at[c] = NONE_LEFT, first
+        if counts[c] > 0:
+            left[c] = gaps[first]
+            for i in range(first, first + counts[c] - 1):
+                following[i] = gaps[i + 1]
+            first += counts[c]
+            following[first - 1] = NONE_LEFT
+    following[first] = NONE_LEFT  # read, and not used, for classes without changes
+
+
+def locate(old: Bits, cursors: ClassCursors, room: int) -> tuple[NDArray[np.uint32], Bits]:
     """The changes that lie in `old` [n]: their indices (uint32 [found], ascending) and new bits [found].
 
     `cursors` goes on from the pieces before; `room` is how many changes are still to come.
     """
-    shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
-    sign = form.uint(form.sign_bit if form.is_float else 0)
     indices = np.empty(min(room, old.size) + LANES, np.uint32)
-    heavy = heavy_classes(old, form, cursors.changed_share)
-    found = _locate(old, shift, mask, heavy, cursors.left, cursors.at, cursors.following, indices)
+    heavy = heavy_classes(old, cursors)
+    found = _locate(old, *cursors.fields, heavy, cursors.left, cursors.at, cursors.following, indices)
     indices = indices[:found].copy()  # a view would keep the room for all changes to come alive, for every piece
     bits = np.empty(found, old.dtype)
-    _new_bits(old, indices, shift, mask, sign, cursors.steps, cursors.step_at, bits)
+    _new_bits(old, indices, *cursors.fields, cursors.sign, cursors.steps, cursors.step_at, bits)
     return indices, bits
 
 
-def heavy_classes(old: Bits, form: BitForm, changed_share: NDArray[np.float64]) -> NDArray[np.uint8]:
+def heavy_classes(old: Bits, cursors: ClassCursors) -> NDArray[np.uint8]:
     """Classes worth a compare per block: frequent ones (by a sample of `old`) in which changes are rare."""
-    if old.size < 4 * LANES:
-        return np.empty(0, np.uint8)
-    sample = old[:: max(1, old.size // SAMPLE)]
-    share = np.zeros(CLASSES)
-    _count_classes(sample, form.uint(form.exponent_shift), form.uint(form.exponent_mask), share)
-    share /= sample.size
-    gain = LANES * (COUNTDOWN_COST * share - HIT_COST * changed_share) - COMPARE_COST
-    order = np.argsort(-gain)[:MAX_HEAVY]
-    return order[gain[order] > 0].astype(np.uint8)
+    heavy = np.empty(MAX_HEAVY, np.uint8)
+    return heavy[: _heavy_classes(old, *cursors.fields, cursors.changed_share, heavy)]
 
 
 @compiled
-def _count_classes(old: Any, shift: Any, mask: Any, counts: Any) -> None:
-    for i in range(old.size):
-        counts[(old[i] >> shift) & mask] += 1
+def _heavy_classes(old: Any, shift: Any, mask: Any, changed_share: Any, heavy: Any) -> Any:
+    """How many there are; the best first in `heavy`."""
+    if old.size < 4 * LANES:
+        return 0
+    gain = np.zeros(CLASSES)
+    stride = max(1, old.size // SAMPLE)
+    taken = 0
+    for i in range(0, old.size, stride):
+        gain[(old[i] >> shift) & mask] += 1
+        taken += 1
+    for c in range(CLASSES):
+        gain[c] = LANES * (COUNTDOWN_COST * gain[c] / taken - HIT_COST * changed_share[c]) - COMPARE_COST
+    for n in range(heavy.size):
+        best = np.argmax(gain)
+        if gain[best] <= 0:
+            return n
+        heavy[n] = best
+        gain[best] = 0
+    return heavy.size
 
 
 @compiled

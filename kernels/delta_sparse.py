@@ -168,11 +168,11 @@ def decode_sparse(
 ) -> list[tuple[Piece, NDArray[np.uint32], Bits]]:
     """For every piece with changes: their indices in it (uint32 [k], ascending) and new bits [k]. Raises DeltaError."""
     changes = read_changes(head, chunk)
-    cursors = ClassCursors(changes.counts, changes.gaps, changes.steps, head.elements)
+    cursors = ClassCursors(FORMS[head.dtype], changes.counts, changes.gaps, changes.steps, head.elements)
     remaining = changes.gaps.size
     found = []
     for piece in head.pieces:
-        indices, bits = locate(read_old(piece), FORMS[head.dtype], cursors, remaining)
+        indices, bits = locate(read_old(piece), cursors, remaining)
         remaining -= indices.size
         if indices.size:
             found.append((piece, indices, bits))

@@ -27,7 +27,7 @@ MAX_MIRROR_BYTES = 2**46  # 64 TiB: no model, but a number that is safe to compu
 ALIGNMENT_BYTES = 64  # each tensor starts on a cache line of the mirror
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSpec:
     """One tensor: checkpoint name, dtype (a key of `DTYPE_BYTES`), shape, byte offset in the mirror."""
 
@@ -36,11 +36,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     offset_bytes: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
 

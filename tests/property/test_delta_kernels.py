@@ -112,7 +112,7 @@ def test_which_classes_are_compared_by_blocks_changes_nothing(dtype: str, data: 
     changes = group_changes(layout, [Part(Piece(0, 0, 700), old, new, words, count)])
     every = np.unique(reference.classes_of(old, form)).astype(np.uint8)
     heavy = np.array(data.draw(st.lists(st.sampled_from(every.tolist()), unique=True)), np.uint8)
-    cursors = ClassCursors(changes.counts, changes.gaps, changes.steps, 700)
+    cursors = ClassCursors(form, changes.counts, changes.gaps, changes.steps, 700)
     out = np.empty(count + 64, np.uint32)
     shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
     found = _locate(old, shift, mask, heavy, cursors.left, cursors.at, cursors.following, out)
@@ -128,8 +128,8 @@ def test_locate_stays_inside_its_arguments_for_any_gaps(dtype: str, gaps: list[i
     counts = np.zeros(256, np.int64)
     for c in data.draw(st.lists(st.integers(0, form.exponent_mask), min_size=each.size, max_size=each.size)):
         counts[c] += 1
-    cursors = ClassCursors(counts, each, np.ones(each.size, form.uint), old.size)
-    indices, bits = locate(old, form, cursors, each.size)
+    cursors = ClassCursors(form, counts, each, np.ones(each.size, form.uint), old.size)
+    indices, bits = locate(old, cursors, each.size)
     assert indices.size == bits.size <= each.size
     assert (np.diff(indices.astype(np.int64)) > 0).all()
     assert indices.size == 0 or indices[-1] < old.size
