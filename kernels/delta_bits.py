@@ -22,6 +22,7 @@ UNARY_LIMIT = 20  # quotients from here on are escaped
 ESCAPED_BITS = UNARY_LIMIT + 2 * 64  # at most, of an escaped quotient
 COUNT_ORDER = 8  # exp-Golomb order of a class's number of changes
 CODE_BITS = 7  # a code: 0 all zero, 1 runs of zeros, from 2 on Golomb with parameter(code - 2)
+EXACT = np.uint64(2**52)  # below, an integer is a float64, and its product with 1 / m less than 1 off
 ALL_ZERO, ZERO_RUNS, FIRST_PARAMETER = 0, 1, 2
 
 
@@ -66,9 +67,23 @@ def _exp_golomb_bits(x: Any, order: Any) -> Any:
 
 
 @compiled
-def _golomb_bits(x: Any, m: Any, width: Any, short: Any) -> Any:
+def _divide(x: Any, m: Any, inverse: Any) -> Any:
+    """(quotient, remainder) of x / m, given 1 / m: by a product where that is exact, which a processor can overlap with the
+    next one, as it cannot a division."""
+    product = np.float64(np.int64(x)) * inverse
+    if x < EXACT and product < UNARY_LIMIT:
+        q = np.uint64(np.int64(product))
+        r = x - q * m
+        above = np.uint64(r >= m)  # of a multiple of m the product may fall short, but by no more
+        return q + above, r - m * above
     q = x // m
-    bits = width - 1 + (x - q * m >= short)
+    return q, x - q * m
+
+
+@compiled
+def _golomb_bits(x: Any, m: Any, width: Any, short: Any) -> Any:
+    q, r = _divide(x, m, 1 / m)
+    bits = width - 1 + (r >= short)
     if q < UNARY_LIMIT:
         return bits + np.int64(q) + 1
     return bits + UNARY_LIMIT + _exp_golomb_bits(q - np.uint64(UNARY_LIMIT), 0)
@@ -192,22 +207,15 @@ def _put_golomb(words: Any, at: Any, x: Any, m: Any, width: Any, short: Any) -> 
 
 @compiled
 def _put_plain(words: Any, at: Any, values: Any, first: Any, last: Any, code: Any) -> Any:
-    """Each of values[first:last] as by `_put_golomb`; the word that is being filled stays in a register, and quotients
-    come from a product, which a processor can overlap with the next one, as it cannot a division."""
+    """Each of values[first:last] as by `_put_golomb`; the word that is being filled stays in a register."""
     m, width, short = golomb(code)
-    inverse = 1.0 / np.float64(m)
+    inverse = 1 / m
     word, filled = at >> 6, np.uint64(at & 63)
     open_word = words[word]
     for i in range(first, last):
         x = np.uint64(values[i])
-        product = np.float64(values[i]) * inverse
-        if product < UNARY_LIMIT:
-            q = np.uint64(np.int64(product))
-            r = x - q * m
-            above = np.uint64(r >= m)  # the product of a multiple of m may fall short of it, but by no more
-            q += above
-            r -= m * above
-        if product < UNARY_LIMIT and q < UNARY_LIMIT and width < 40:
+        q, r = _divide(x, m, inverse)
+        if q < UNARY_LIMIT and width < 40:
             bits, count = _remainder(r, width, short)
             bits = (bits << (q + np.uint64(1))) | ((np.uint64(1) << q) - np.uint64(1))
             count += np.int64(q) + 1
