@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from anabranch.kernels.delta_codec import apply_changes, decode, encode_delta
 from anabranch.kernels.delta_dtypes import FORMS, BitForm, Bits, from_ordered, to_ordered
@@ -63,6 +65,43 @@ def sweep(what: str, *, repeats: int = 3, max_elements: int = ELEMENTS[-1]) -> I
 
 def as_json(row: Row) -> dict[str, Any]:
     return asdict(row)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows for a terminal."""
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("dtype", "elements", "changed", "bytes / change", "encode MB/s", "decode MB/s"):
+        drawn.add_column(name, justify="left" if name == "dtype" else "right")
+    for row in rows:
+        drawn.add_row(
+            row.dtype, f"{row.elements:,}", f"{row.density:.2%}", f"{row.bytes_per_change:.3f}",
+            f"{row.encode_mb_s:,.0f}", f"{row.decode_mb_s:,.0f}",
+        )  # fmt: skip
+    return drawn
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Bytes per change, and speeds, over what the sweep varies."""
+    from matplotlib.figure import Figure
+
+    what = rows[0].sweep
+    x: list[Any] = [{"density": r.density, "size": r.elements, "dtype": r.dtype}[what] for r in rows]
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    size, speed = figure.subplots(1, 2)
+    size.plot(x, [r.bytes_per_change for r in rows], "o-")
+    size.set_ylabel("bytes per changed element")
+    size.set_ylim(bottom=0)
+    speed.plot(x, [r.encode_mb_s for r in rows], "o-", label="encode")
+    speed.plot(x, [r.decode_mb_s for r in rows], "o-", label="decode")
+    speed.set_ylabel(f"MB/s of dense weights, {rows[0].threads} threads")
+    speed.set_ylim(bottom=0)
+    speed.legend()
+    for axes in (size, speed):
+        if what != "dtype":
+            axes.set_xscale("log")
+        axes.set_xlabel({"density": "share of elements that change", "size": "elements", "dtype": "dtype"}[what])
+        axes.grid(alpha=0.3)
+    figure.savefig(path)
 
 
 def _measure(what: str, dtype: str, elements: int, density: float, repeats: int) -> Row:

@@ -53,9 +53,21 @@ def _add_codec(kinds: Any) -> None:
         "ascending) and T.bits (the new bit patterns). Bytes are those of the complete file; MB/s are of\n"
         "dense weights, medians, on one thread (one core) and on all.",
         epilog="examples:\n  anabranch bench codec --pair pairs/step --peers\n"
-        "  anabranch bench codec --pair pairs/step --peers --snapshot --scan --json > codec.json\n",
+        "  anabranch bench codec --pair pairs/step --peers --snapshot --scan --json > codec.json\n"
+        "  anabranch bench codec --sweep density\n"
+        "  anabranch bench codec --sweep size --max-elements 100000000 --json > size.json\n",
     )  # fmt: skip
-    codec.add_argument("--pair", required=True, metavar="PREFIX", help="the pair's files without their two endings")
+    over = codec.add_mutually_exclusive_group(required=True)
+    over.add_argument("--pair", metavar="PREFIX", help="the pair's files without their two endings")
+    over.add_argument(
+        "--sweep", choices=["density", "size", "dtype"],
+        help="synthetic steps instead: 0.05 to 50 %% changed, 1M to 1B elements, or bf16, f16, f32, fp8",
+    )  # fmt: skip
+    codec.add_argument(
+        "--max-elements", type=_at_least_one, default=10**9, metavar="N",
+        help="--sweep: nothing larger (default 1B: 9 GB of memory)",
+    )  # fmt: skip
+    codec.add_argument("--plot", type=Path, metavar="FILE", help="--sweep: draw it too (.svg, .png)")
     codec.add_argument(
         "--peers", action="store_true",
         help="the same for int32+bf16, u16 gap+bf16+zstd, dense XOR+zstd, gap+XOR+zstd, and arc_v3",
@@ -78,6 +90,9 @@ def run_codec(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    if args.sweep:
+        return _sweep(args)
+
     from anabranch.deploy.bench_codec import Effort, bench_pair
     from anabranch.deploy.codec_table import render
 
@@ -94,6 +109,31 @@ def run_codec(args: argparse.Namespace) -> int:
         print(json.dumps([*done.deltas, *done.snapshots, *([done.scan] if done.scan else [])], indent=2))
     else:
         Console(highlight=False).print(render(done))
+    return 0
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from anabranch.deploy.codec_sweep import as_json, plot, sweep, table
+
+    rows = []
+    try:
+        for row in sweep(args.sweep, repeats=args.repeats, max_elements=args.max_elements):
+            rows.append(row)
+            _tell(
+                f"{row.dtype}, {row.elements:,} elements, {row.density:.2%} changed: {row.bytes_per_change:.3f} bytes"
+            )
+    finally:
+        _tell("")
+    if args.plot:
+        plot(rows, args.plot)
+    if args.json:
+        print(json.dumps([as_json(row) for row in rows], indent=2))
+    else:
+        Console(highlight=False).print(table(rows))
     return 0
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from anabranch.cli.main import main
 from anabranch.deploy.codec_sweep import DENSITIES, DTYPES, TENSOR_ELEMENTS, sweep, synthetic_step
 from anabranch.kernels.delta_dtypes import FORMS, to_ordered
 
@@ -43,3 +47,16 @@ def test_sweeps(what: str, count: int) -> None:
     if what == "density":
         costs = [row.bytes_per_change for row in rows]
         assert costs == sorted(costs, reverse=True)  # rarer changes cost more each
+
+
+def test_a_sweep_is_drawn_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "density.svg"
+    command = ["bench", "codec", "--sweep", "dtype", "--max-elements", "100000", "--repeats", "1"]
+    assert main([*command, "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert all(dtype in printed for dtype in DTYPES)
+    assert plot.read_text().startswith("<?xml")
+    assert main([*command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["dtype"] for row in rows] == list(DTYPES)
+    assert set(rows[0]) >= {"bytes_per_change", "encode_mb_s", "decode_mb_s", "threads", "elements", "density"}
