@@ -20,7 +20,7 @@ import numpy as np
 from rich.table import Table
 
 from anabranch.kernels.delta_codec import apply_changes, decode, encode_delta
-from anabranch.kernels.delta_dtypes import FORMS, BitForm, Bits, from_ordered, to_ordered
+from anabranch.kernels.delta_dtypes import CLASSES, FORMS, BitForm, Bits, from_ordered, to_ordered
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import AnabranchError
 from anabranch.schemas.layout import Layout
@@ -45,6 +45,7 @@ class Row:
     density: float
     threads: int
     bytes_per_change: float
+    bound: float  # bytes per change of an ideal coder of positions given the old exponent, and of steps given it
     encode_mb_s: float
     decode_mb_s: float
 
@@ -70,12 +71,12 @@ def as_json(row: Row) -> dict[str, Any]:
 def table(rows: Sequence[Row]) -> Table:
     """The rows for a terminal."""
     drawn = Table(box=None, pad_edge=False)
-    for name in ("dtype", "elements", "changed", "bytes / change", "encode MB/s", "decode MB/s"):
+    for name in ("dtype", "elements", "changed", "bytes / change", "bound", "encode MB/s", "decode MB/s"):
         drawn.add_column(name, justify="left" if name == "dtype" else "right")
     for row in rows:
         drawn.add_row(
             row.dtype, f"{row.elements:,}", f"{row.density:.2%}", f"{row.bytes_per_change:.3f}",
-            f"{row.encode_mb_s:,.0f}", f"{row.decode_mb_s:,.0f}",
+            f"{row.bound:.3f}", f"{row.encode_mb_s:,.0f}", f"{row.decode_mb_s:,.0f}",
         )  # fmt: skip
     return drawn
 
@@ -88,7 +89,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     x: list[Any] = [{"density": r.density, "size": r.elements, "dtype": r.dtype}[what] for r in rows]
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     size, speed = figure.subplots(1, 2)
-    size.plot(x, [r.bytes_per_change for r in rows], "o-")
+    size.plot(x, [r.bytes_per_change for r in rows], "o-", label="class-golomb/1")
+    size.plot(x, [r.bound for r in rows], "k:", label="entropy given the old exponent")
+    size.legend()
     size.set_ylabel("bytes per changed element")
     size.set_ylim(bottom=0)
     speed.plot(x, [r.encode_mb_s for r in rows], "o-", label="encode")
@@ -111,13 +114,15 @@ def _measure(what: str, dtype: str, elements: int, density: float, repeats: int)
     with Workers(threads) as workers:
         encoded, encode_s = _timed(repeats, lambda: encode_delta(layout, base, new, workers))
         changes, decode_s = _timed(repeats, lambda: decode(layout, encoded.chunks, base, workers))
+    names = list(base)
+    old = base[names[0]].copy()
     apply_changes(base, changes)
     if any(not np.array_equal(base[name], new[name]) for name in base):
         raise AnabranchError(f"a synthetic {dtype} step of density {density} was not decoded exactly")
     megabytes = layout.payload_bytes / 1e6
     return Row(
         what, dtype, elements, changed / elements, threads, sum(map(len, encoded.chunks)) / changed,
-        megabytes / encode_s, megabytes / decode_s,
+        entropy_bound(old, new[names[0]], FORMS[dtype]), megabytes / encode_s, megabytes / decode_s,
     )  # fmt: skip
 
 
@@ -157,6 +162,29 @@ def synthetic_step(
         {name: old[a : a + n].copy() for name, a, n in pieces},
         {name: new[a : a + n].copy() for name, a, n in pieces},
     )
+
+
+def entropy_bound(old: Bits, new: Bits, form: BitForm) -> float:
+    """Bytes per change of an ideal coder that knows of each element only its old exponent: for every class, the entropy of
+    which elements change, at one probability, and that of the steps. `old`, `new` [n]."""
+    classes = (old >> form.uint(form.exponent_shift)) & form.uint(form.exponent_mask)
+    changed = old != new
+    members = np.bincount(classes, minlength=CLASSES)
+    hits = np.bincount(classes[changed], minlength=CLASSES)
+    steps = to_ordered(new[changed], form) - to_ordered(old[changed], form)
+    bits = _split_bits(hits, members - hits)
+    for c in np.flatnonzero(hits):
+        _, counts = np.unique(steps[classes[changed] == c], return_counts=True)
+        bits -= float((counts * np.log2(counts / counts.sum())).sum())
+    return bits / 8 / int(changed.sum())
+
+
+def _split_bits(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    """Entropy in bits of which of a + b are the a, summed over pairs."""
+    total = np.maximum(a + b, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = [np.where(n > 0, n * np.log2(n / total), 0.0) for n in (a, b)]
+    return -float(sum(t.sum() for t in terms))
 
 
 def _bits(weights: np.ndarray[Any, Any], dtype: str) -> Bits:
