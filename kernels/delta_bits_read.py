@@ -24,6 +24,7 @@ from anabranch.kernels.delta_bits import (
 from anabranch.kernels.lanes import lowest_bit
 
 PAD_WORDS = 8  # readable words after the last bit: more than one number takes
+LARGEST = np.uint64(2**63)  # no number of the format reaches it
 BAD_LENGTH, BAD_CLASS, BAD_COUNT, BAD_GAP, BAD_STEP, BAD_CODE = -1, -2, -3, -4, -5, -6
 PROBLEMS = {
     BAD_LENGTH: "its bit stream ends early or late",
@@ -51,7 +52,7 @@ def _low(x: Any, bits: Any) -> Any:
 def _exp_golomb(words: Any, at: Any, order: Any) -> Any:
     """(number, position after it); position −1 if it has more than 62 bits."""
     n = lowest_bit(~_peek(words, at))
-    if n > 62:
+    if n + order > 62:
         return np.uint64(0), -1
     at += n + 1
     y = _low(_peek(words, at), n) | (np.uint64(1) << np.uint64(n))
@@ -74,6 +75,8 @@ def _golomb(words: Any, at: Any, m: Any, width: Any, short: Any) -> Any:
         if at < 0:
             return np.uint64(0), -1
         q += np.uint64(UNARY_LIMIT)
+        if q > LARGEST // m:
+            return np.uint64(0), -1
         window = _peek(words, at)
     if width == 0:
         return q, at

@@ -21,6 +21,7 @@ from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout
 
 MAX_CHUNK_ELEMENTS = 2**25
+MAX_PARTIAL_SEGMENTS = 2**16
 _VARINT_BYTES = 9  # 63 bits
 
 
@@ -105,14 +106,19 @@ def read_head(layout: Layout, chunk: bytes) -> ChunkHead:
     count, at = take_varint(chunk, 1)
     if not 1 <= count <= len(chunk) - at:
         raise DeltaError(f"it announces {count} segments")
-    pieces, tensor, end, elements = [], 0, 0, 0
+    pieces, tensor, end, elements, partial = [], 0, 0, 0, 0
     for i in range(count):
         which, at = take_varint(chunk, at)
         start, length = 0, 0
         if which & 1:
             start, at = take_varint(chunk, at)
             length, at = take_varint(chunk, at)
+            partial += 1
+            if partial > MAX_PARTIAL_SEGMENTS:
+                raise DeltaError(f"it has more than {MAX_PARTIAL_SEGMENTS} segments that are parts of tensors")
         if which < 2 and i:  # the same tensor once more
+            if which == 0:
+                raise DeltaError(f"it names all of tensor {tensor} after a part of it")
             start += end
         tensor += which >> 1
         if tensor >= len(layout.tensors):

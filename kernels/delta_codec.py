@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.kernels.delta_chunk import ChunkHead, ChunkKind, Piece, read_head
-from anabranch.kernels.delta_dense import decode_dense, encode_dense, estimate_dense
+from anabranch.kernels.delta_dense import decode_dense, encode_dense
 from anabranch.kernels.delta_dtypes import FORMS, Bits
 from anabranch.kernels.delta_plan import ArraySource, Source, flat_bits, plan_jobs
 from anabranch.kernels.delta_scan import scan
@@ -29,6 +29,7 @@ from anabranch.schemas.layout import Layout
 
 CODEC = "class-golomb/1"
 DENSE_FROM = 1 / 8  # share of changed elements from which both codings are tried
+SMALL_BYTES = 2**16  # a change of so little memory is handed out element by element in any case
 ALONE_FROM = 2**16  # elements from which a densely changed piece has a chunk of its own
 
 
@@ -96,11 +97,7 @@ def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
             sparse.append(part)
             continue
         alone = encode_sparse(layout, [part])
-        form = FORMS[layout.tensors[part.piece.tensor].dtype]
-        if len(alone) < part.new.nbytes // 4 and estimate_dense(part.new, form) > 1.5 * len(alone):
-            whole = alone
-        else:
-            whole = encode_dense(layout, [part.piece], [part.new], exhaustive=True)
+        whole = encode_dense(layout, [part.piece], [part.new], exhaustive=True)
         if part.piece.size >= ALONE_FROM:
             chunks.append(min(alone, whole, key=len))
         else:
@@ -153,16 +150,28 @@ def decode_chunk(layout: Layout, chunk: bytes, base: Source) -> list[TensorChang
 
 def _decode_chunk(layout: Layout, head: ChunkHead, chunk: bytes, base: Source) -> list[TensorChange]:
     name = {p.tensor: layout.tensors[p.tensor].name for p in head.pieces}
+    changes = []
     if head.kind == ChunkKind.SPARSE:
-        found = decode_sparse(head, chunk, lambda p: base.read(name[p.tensor], p.start, p.stop))
-        return [TensorChange(name[p.tensor], indices.astype(np.int64) + p.start, bits) for p, indices, bits in found]
-    body, changes, at = decode_dense(head, chunk), [], 0
+        read = {p: base.read(name[p.tensor], p.start, p.stop) for p in head.pieces}
+        for piece, indices, bits in decode_sparse(head, chunk, read.__getitem__):
+            changes.append(_change(name[piece.tensor], piece, read[piece], indices, bits))
+        return changes
+    body, at = decode_dense(head, chunk), 0
     for piece in head.pieces:
         bits = np.empty(piece.size, FORMS[head.dtype].uint)
         body.write(at, bits)
         changes.append(TensorChange(name[piece.tensor], None, bits, piece.start))
         at += piece.size
     return changes
+
+
+def _change(name: str, piece: Piece, old: Bits, indices: NDArray[np.uint32], bits: Bits) -> TensorChange:
+    """As single elements, or, where their indices would take more memory than the whole piece, as the piece."""
+    if indices.size * 8 + bits.nbytes < max(old.nbytes, SMALL_BYTES):
+        return TensorChange(name, np.add(indices, piece.start, dtype=np.int64), bits)
+    new = old.copy()
+    new[indices] = bits
+    return TensorChange(name, None, new, piece.start)
 
 
 def decode_anchor(

@@ -32,11 +32,6 @@ def scan(old: Bits, new: Bits) -> tuple[NDArray[np.uint64], int]:
     return words, int(_scan(old, new, words))
 
 
-def indices_of(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """The elements that `scan` marked, ascending."""
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).astype(np.uint32)
-
-
 @compiled
 def _scan(old: Any, new: Any, words: Any) -> Any:
     blocks = old.size // LANES

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from anabranch.kernels.compiled import compiled
@@ -102,9 +102,13 @@ def lowest_bit(typing_context: Any, mask: Any) -> Any:
 
 
 def _deposits_fast() -> bool:
-    """Whether this processor scatters bits by a mask (BMI2's pdep) in hardware; Zen 1 and 2 do it in microcode."""
-    slow = binding.get_host_cpu_name() in ("znver1", "znver2")
-    return bool(binding.get_host_cpu_features().get("bmi2")) and not slow
+    """Whether the processor that numba compiles for scatters bits by a mask (BMI2's pdep) in hardware; Zen 1 and 2 do it in microcode."""
+    name = config.CPU_NAME or binding.get_host_cpu_name()
+    if config.CPU_FEATURES is None:  # numba compiles for this machine
+        able = bool(binding.get_host_cpu_features().get("bmi2"))
+    else:
+        able = "+bmi2" in config.CPU_FEATURES.split(",")
+    return able and name not in ("znver1", "znver2")
 
 
 if _deposits_fast():

@@ -1,15 +1,15 @@
 """Threads for work that releases the GIL, kept for as long as their owner likes: starting one costs as much as a delta.
 
 Invariant: `in_order` yields results in the order of the items whatever the number of threads, and never has more than
-`threads` + 1 items under way or waiting, so memory is bounded by items in flight, not by items. Held by
-tests/unit/kernels/test_workers.py.
+`threads` + 1 items under way or waiting, so memory is bounded by items in flight, not by items; when it raises, or its
+consumer stops, nothing of it is at work any more. Held by tests/unit/kernels/test_workers.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 A = TypeVar("A")
@@ -48,6 +48,7 @@ class Workers:
         finally:
             for future in waiting:
                 future.cancel()
+            wait(waiting)
 
     def close(self) -> None:
         if self._pool is not None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.kernels.delta_codec import CODEC, Bits, Encoded, encode_anchor, encode_delta
+from anabranch.kernels.delta_codec import CODEC, Encoded, encode_anchor, encode_delta
+from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.digest import tensor_digest
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.config import ChannelSection

@@ -205,12 +205,20 @@ class WeightFollower:
 
 
 def _merge(changed: Changed, update: list[TensorChange]) -> None:
+    """Add the places of `update` to `changed`: once per tensor, however many chunks it lies in."""
+    by_name: dict[str, list[NDArray[np.int64] | None]] = {}
     for change in update:
-        before = changed.get(change.name, np.empty(0, np.int64))
-        if before is None or change.indices is None:
-            changed[change.name] = None
+        by_name.setdefault(change.name, []).append(change.indices)
+    for name, pieces in by_name.items():
+        before = changed.get(name, np.empty(0, np.int64))
+        sparse = sorted(
+            (indices for indices in pieces if indices is not None and indices.size), key=lambda i: int(i[0])
+        )
+        if before is None or any(indices is None for indices in pieces):
+            changed[name] = None
         else:
-            changed[change.name] = np.union1d(before, change.indices) if before.size else change.indices
+            together = np.concatenate(sparse)  # ascending: pieces of one update do not overlap
+            changed[name] = np.union1d(before, together) if before.size else together
 
 
 def changed_elements(changed: Mapping[str, NDArray[np.int64] | None], mirror: Mirror) -> int:

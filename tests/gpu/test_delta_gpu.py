@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from anabranch.kernels.delta_chunk import ChunkHead, ChunkKind, Piece, read_head
 from anabranch.kernels.delta_dtypes import FORMS, Bits
-from anabranch.kernels.delta_scan import indices_of, scan
+from anabranch.kernels.delta_scan import scan
 from anabranch.kernels.delta_sparse import Changes, Part, decode_sparse, encode_sparse, group_changes
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout
-from tests.property.delta_strategies import DTYPES, bit_arrays, changed
+from tests.property.delta_strategies import DTYPES, bit_arrays, changed, indices_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BORDERS = [1, 2, 63, 1023, 1024, 1025, 2048, 4095, 4096, 4097]

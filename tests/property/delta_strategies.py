@@ -14,6 +14,11 @@ from anabranch.schemas.layout import Layout
 DTYPES = sorted(FORMS)
 
 
+def indices_of(words: Any) -> Any:
+    """The elements that `scan` marked (uint64 words), ascending."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).astype(np.uint32)
+
+
 def special_patterns(form: BitForm) -> list[int]:
     """±0, the smallest denormals, exponent boundaries, infinities, NaNs with payloads, of a dtype."""
     width, mantissa = 8 * form.width_bytes, form.exponent_shift

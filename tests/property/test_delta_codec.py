@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.kernels.delta_chunk import ChunkKind, Piece, put_varint, read_head, take_varint, write_head
+from anabranch.kernels.delta_chunk import Piece, read_head
 from anabranch.kernels.delta_codec import (
     Encoded,
     apply_changes,
@@ -22,7 +22,6 @@ from anabranch.kernels.delta_codec import (
     encode_anchor,
     encode_delta,
     encode_job,
-    inspect_chunk,
 )
 from anabranch.kernels.delta_dtypes import FORMS
 from anabranch.kernels.delta_plan import ArraySource, plan_jobs
@@ -108,7 +107,9 @@ def test_threads_and_small_chunks_change_nothing_but_the_cut(pair: Any, chunk_el
     with Workers(threads) as workers:
         assert encode_delta(layout, base, new, workers) == encode_delta(layout, base, new)
         together = decode(layout, chunks, base, workers)
-    assert len(together) == len(decode(layout, chunks, base))
+    state = {name: bits.copy() for name, bits in base.items()}
+    apply_changes(state, together)
+    assert same(state, new)
 
 
 def test_equal_states_give_an_empty_delta() -> None:
@@ -158,6 +159,25 @@ def test_unchanged_rows_are_left_out_of_the_segments() -> None:
     assert same(applied(layout, base, encoded.chunks), new)
 
 
+def test_a_dense_chunk_is_never_larger_than_its_elements_under_plain_zstd() -> None:
+    """Also where a sample would tell otherwise, and of a tensor in several chunks: then each by itself."""
+    rng = np.random.default_rng(0)
+    misleading = np.zeros(2**20, np.uint16)
+    for start in range(0, misleading.size, misleading.size // 16):  # noise where samples are taken, zeros elsewhere
+        misleading[start : start + 2048] = rng.integers(0, 2**16, 2048, np.uint16)
+    for new, chunk_elements in (
+        (misleading, 2**22),
+        (np.resize(rng.integers(0, 2**16, 20_000, np.uint16), 200_000), 70_000),
+    ):
+        layout = Layout.build([("a", "bf16", (new.size,))])
+        source, target = ArraySource(layout, {"a": new ^ 1}), ArraySource(layout, {"a": new})
+        for job in plan_jobs(layout, chunk_elements=chunk_elements):
+            (chunk,) = encode_job(layout, job, source, target).chunks
+            (piece,) = job
+            plain = zstandard.ZstdCompressor(level=1).compress(new[piece.start : piece.stop].tobytes())
+            assert len(chunk) <= len(plain) + 4  # where a part of a tensor begins and how long it is
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f8_e4m3", "f8_e5m2", "i64", "u8", "bool"])
 @pytest.mark.parametrize("n", [1, 7, 200, 5_000, 300_000])
 @pytest.mark.parametrize("kind", ["weights", "noise", "constant", "period"])
@@ -189,138 +209,6 @@ def test_a_step_that_flips_half_of_all_elements_costs_what_the_steps_cost() -> N
     assert payload(encode_delta(layout, base, new)) < 0.45 * encode_delta(layout, base, new).changed_elements
 
 
-# ---- what is refused
-
-
-def test_states_that_do_not_fit_the_layout_are_refused_by_name() -> None:
-    layout = Layout.build([("a", "bf16", (4, 6)), ("b", "f32", (2,))])
-    good = {"a": np.zeros(24, np.uint16), "b": np.zeros(2, np.uint32)}
-    square = np.zeros((6, 4), np.uint16)
-    for bad, message in [
-        ({"a": good["a"]}, "'b' is missing"),
-        (good | {"a": np.zeros(23, np.uint16)}, "'a' holds 23"),
-        (good | {"b": np.zeros(2, np.float32)}, "'b' holds 2 x float32"),
-        (good | {"a": square.T}, "'a' is not contiguous"),
-        (good | {"a": np.zeros(48, np.uint16)[::2]}, "'a' is not contiguous"),
-    ]:
-        for pair in ((bad, good), (good, bad)):
-            with pytest.raises(DeltaError, match=message):
-                encode_delta(layout, *pair)
-        with pytest.raises(DeltaError, match=message):
-            decode(layout, [], bad)
-
-
-def test_the_wrong_base_is_noticed_or_harmless() -> None:
-    """The base digest in the manifest is what refuses it; the codec alone never writes outside the layout."""
-    rng = np.random.default_rng(1)
-    layout = Layout.build([("a", "bf16", (5_000,))])
-    base = {"a": rng.integers(0, 2**16, 5_000, np.uint16)}
-    new = {"a": base["a"] ^ (rng.random(5_000) < 0.05).astype(np.uint16)}
-    chunks = encode_delta(layout, base, new).chunks
-    with pytest.raises(DeltaError, match="do not exist in the base"):
-        decode(layout, chunks, {"a": np.zeros(5_000, np.uint16)})
-
-
-def test_two_chunks_that_cover_the_same_elements_are_refused() -> None:
-    layout = Layout.build([("a", "bf16", (100,))])
-    state = {"a": np.arange(100, dtype=np.uint16)}
-    (chunk,) = encode_anchor(layout, state).chunks
-    with pytest.raises(DeltaError, match="chunks 0 and 1 both change 'a'"):
-        decode(layout, [chunk, chunk], state)
-
-
-def test_a_decompression_bomb_is_refused_before_it_is_unpacked() -> None:
-    layout = Layout.build([("a", "f32", (3,))])
-    bomb = zstandard.ZstdCompressor(
-        compression_params=zstandard.ZstdCompressionParameters(
-            format=zstandard.FORMAT_ZSTD1_MAGICLESS, write_content_size=False, compression_level=1
-        )
-    ).compress(bytes(2**26))
-    chunk = bytes(write_head(layout, ChunkKind.ZSTD, [Piece(0, 0, 3)])) + bomb
-    with pytest.raises(DeltaError, match="zstd"):
-        decode(layout, [chunk], {"a": np.zeros(3, np.uint32)})
-
-
-def test_a_count_without_bytes_behind_it_allocates_nothing() -> None:
-    layout = Layout.build([("a", "u8", (2**25,))])
-    chunk = write_head(layout, ChunkKind.SPARSE, [Piece(0, 0, 2**25)])
-    put_varint(chunk, 2**25)
-    with pytest.raises(DeltaError, match="announces 33554432 changes"):
-        inspect_chunk(layout, bytes(chunk) + bytes(20))
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([(0, 0, 4), (0, 3, 5)], None),  # overlaps cannot be written: starts count on from the segment before
-        ([(0, 0, 101)], r"\[0, 101\) of 'a', which is bf16 \[100\]"),
-        ([(1, 0, 2)], "'b', which is f32"),
-        ([(7, 0, 1)], "names tensor 7 of 2"),
-        ([(0, 100, 101)], r"\[100, 101\) of 'a'"),
-    ],
-)
-def test_segments_outside_the_layout_are_refused(pieces: list[tuple[int, int, int]], message: str | None) -> None:
-    layout = Layout.build([("a", "bf16", (100,)), ("b", "f32", (10,))])
-    chunk = bytearray([ChunkKind.RAW << 4])
-    put_varint(chunk, len(pieces))
-    for tensor, start, stop in pieces:
-        for number in (2 * tensor + 1, start, stop - start):
-            put_varint(chunk, number)
-    chunk += bytes(2 * sum(stop - start for _, start, stop in pieces))
-    if message is None:
-        assert [p.start for p in read_head(layout, bytes(chunk)).pieces] == [0, 4 + 3]
-        return
-    with pytest.raises(DeltaError, match=message):
-        read_head(layout, bytes(chunk))
-
-
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_refused_or_stay_inside_the_layout(junk: bytes) -> None:
-    layout = Layout.build([("a", "f32", (3,)), ("b", "bf16", (700,))])
-    base = {"a": np.zeros(3, np.uint32), "b": np.arange(700, dtype=np.uint16)}
-    try:
-        changes = decode(layout, [junk], base)
-    except DeltaError:
-        return
-    _inside(layout, changes)
-
-
-def _inside(layout: Layout, changes: Any) -> None:
-    for change in changes:
-        spec = layout.by_name[change.name]
-        assert change.bits.dtype == FORMS[spec.dtype].uint
-        if change.indices is None:
-            assert 0 <= change.start <= change.start + change.bits.size <= spec.numel
-        else:
-            assert change.indices.size == change.bits.size
-            assert change.indices.size == 0 or (change.indices[0] >= 0 and change.indices[-1] < spec.numel)
-            assert (np.diff(change.indices) > 0).all()
-
-
-@given(state_pairs(max_size=600), st.data())
-@settings(max_examples=300)
-def test_mutated_chunks_are_refused_by_name_or_stay_inside_the_layout(pair: Any, data: st.DataObject) -> None:
-    """Without digests around them: what is read from a damaged chunk never leaves the layout, and nothing crashes."""
-    layout, base, new = pair
-    anchor = data.draw(st.booleans())
-    chunks = (encode_anchor(layout, new) if anchor else encode_delta(layout, base, new)).chunks
-    if not chunks:
-        return
-    raw = bytearray(data.draw(st.sampled_from(chunks)))
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    source = ArraySource(layout, base)
-    for mutant in (bytes(raw), bytes(raw[: data.draw(st.integers(0, len(raw)))]), bytes(raw) + b"\0"):
-        for read in (lambda m: decode_chunk(layout, m, source), lambda m: inspect_chunk(layout, m)):
-            try:
-                result = read(mutant)
-            except DeltaError as error:
-                assert str(error)  # noqa: PT017 - a raise is allowed, not required
-                continue
-            if isinstance(result, list):
-                _inside(layout, result)
-
-
 def test_a_chunk_of_many_tensors_is_decoded_in_memory_for_its_changes() -> None:
     rng = np.random.default_rng(0)
     layout = Layout.build([(f"expert.{i:05d}", "bf16", (64,)) for i in range(5_000)])
@@ -337,6 +225,20 @@ def test_a_chunk_of_many_tensors_is_decoded_in_memory_for_its_changes() -> None:
         tracemalloc.stop()
     assert len(changes) > 4_500
     assert peak < 20 * 2**20  # of 320,000 elements, 32,000 of which change
+
+
+def test_a_dense_step_is_handed_out_in_the_memory_of_the_model() -> None:
+    """Single elements cost 10 bytes each where the whole tensor costs 2."""
+    rng = np.random.default_rng(0)
+    layout = Layout.build([("a", "bf16", (500_000,)), ("b", "bf16", (500_000,))])
+    base = {t.name: rng.integers(0, 2**15, t.numel, np.uint16) for t in layout.tensors}
+    new = {"a": base["a"] + 1, "b": base["b"] + (rng.random(500_000) < 0.05).astype(np.uint16)}
+    changes = decode(layout, encode_delta(layout, base, new).chunks, base)
+    assert [change.indices is None for change in sorted(changes, key=lambda c: c.name)] == [True, False]
+    held = sum(c.bits.nbytes + (0 if c.indices is None else c.indices.nbytes) for c in changes)
+    assert held < 1.3 * base["a"].nbytes
+    apply_changes(base, changes)
+    assert same(base, new)
 
 
 # ---- numbers beyond 2³¹
@@ -369,18 +271,3 @@ def test_indices_of_tensors_beyond_two_to_the_31_are_64_bit() -> None:
     assert indices.dtype == np.int64
     assert indices.tolist() == [at, at + 17, at + 4_999]
     assert np.concatenate([c.bits for c in changes]).tolist() == new[[0, 17, 4_999]].tolist()
-
-
-@given(st.integers(0, 2**63 - 1))
-def test_varints_go_to_63_bits(x: int) -> None:
-    data = bytearray()
-    put_varint(data, x)
-    assert take_varint(bytes(data), 0) == (x, len(data))
-    with pytest.raises(DeltaError):
-        take_varint(bytes(data[:-1]), 0)
-
-
-def test_a_varint_beyond_63_bits_or_longer_than_need_be_is_refused() -> None:
-    for data in (b"\xff" * 9 + b"\x01", b"\x80\x00", b"\xff" * 200):
-        with pytest.raises(DeltaError):
-            take_varint(data, 0)

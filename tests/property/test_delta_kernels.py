@@ -15,7 +15,7 @@ from anabranch.kernels.delta_bits import parameter
 from anabranch.kernels.delta_chunk import Piece, put_varint, read_head
 from anabranch.kernels.delta_dtypes import FORMS, from_ordered, to_ordered
 from anabranch.kernels.delta_locate import ClassCursors, _locate, locate
-from anabranch.kernels.delta_scan import ClassCounts, indices_of, scan, take_changes
+from anabranch.kernels.delta_scan import ClassCounts, scan, take_changes
 from anabranch.kernels.delta_sparse import (
     Changes,
     Part,
@@ -28,7 +28,7 @@ from anabranch.kernels.delta_sparse import (
 from anabranch.kernels.lanes import changed_mask, equal_mask, lowest_bit, nth_bit, popcount, put_classes
 from anabranch.kernels.ordered import ordered, stepped
 from anabranch.schemas.layout import Layout
-from tests.property.delta_strategies import DTYPES, bit_arrays, changed
+from tests.property.delta_strategies import DTYPES, bit_arrays, changed, indices_of
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -41,6 +42,25 @@ def test_llvmlite_answers_to_symbols_alone() -> None:
 
     assert not hasattr(ffi.lib, "__dict__")
     assert ffi.lib.LLVMPY_GetVersionInfo() > 0
+
+
+def test_what_is_kept_on_disk_goes_when_another_file_of_the_folder_changes(tmp_path: Path) -> None:
+    """Functions inline others from their neighbours' files; numba looks at a function's own file alone."""
+    shutil.copy(compiled.__globals__["__file__"], tmp_path / "compiled.py")
+    (tmp_path / "limits.py").write_text("LIMIT = 20\n")
+    (tmp_path / "user.py").write_text(
+        "from compiled import compiled\nimport limits\nLIMIT = limits.LIMIT\n\n@compiled\ndef answer():\n    return LIMIT\n\n"
+        "print(answer(), sum(answer.stats.cache_hits.values()))\n"
+    )
+
+    def run() -> str:
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import user"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+
+    assert run() == "20 0\n"
+    assert run() == "20 1\n"  # kept
+    (tmp_path / "limits.py").write_text("LIMIT = 21  # and so on\n")
+    assert run() == "21 0\n"
 
 
 def test_a_read_only_install_without_a_home_still_works(tmp_path: Path) -> None:

@@ -46,6 +46,24 @@ def test_an_error_is_raised_in_its_turn_and_the_workers_go_on(threads: int) -> N
         assert list(workers.in_order(work, [0, 1])) == [0, 1]
 
 
+def test_nothing_is_at_work_when_an_error_has_left() -> None:
+    """A job that writes into a mirror must not go on behind its owner's back."""
+    started, done = threading.Event(), []
+
+    def work(i: int) -> None:
+        if i == 1:
+            assert started.wait(10)
+            raise KeyError("one")
+        started.set()
+        time.sleep(0.2)
+        done.append(i)
+
+    with Workers(3) as workers:
+        with pytest.raises(KeyError):
+            list(workers.in_order(work, [1, 0]))
+        assert done == [0]
+
+
 def test_closing_ends_the_threads() -> None:
     before = threading.active_count()
     workers = Workers(3)
