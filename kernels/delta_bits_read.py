@@ -87,6 +87,37 @@ def _golomb(words: Any, at: Any, m: Any, width: Any, short: Any) -> Any:
 
 
 @compiled
+def _plain(words: Any, at: Any, bits: Any, first: Any, last: Any, limit: Any, code: Any, out: Any) -> Any:
+    """As `_numbers`, for a list in plain Golomb code. Numbers are taken from a window of 64 bits until it might not hold the
+    next one whole: one number then waits for the one before it through a register and not through memory."""
+    m, width, short = golomb(code)
+    window, used = _peek(words, at), 0
+    for i in range(first, last):
+        ones = lowest_bit(~window)
+        if ones < UNARY_LIMIT and used + ones + 1 + width <= 64:
+            x = np.uint64(ones)
+            taken = ones + 1
+            if width > 0:
+                rest = window >> np.uint64(taken)
+                r = _low(rest, width - 1)
+                long = np.uint64(r >= short)
+                x = x * m + r + long * (r + ((rest >> np.uint64(width - 1)) & np.uint64(1)) - short)
+                taken += width - 1 + np.int64(long)
+            window >>= np.uint64(taken)
+            used += taken
+        else:
+            x, at = _golomb(words, at + used, m, width, short)
+            if at < 0 or at > bits:
+                return BAD_LENGTH
+            window, used = _peek(words, at), 0
+        if x > limit:
+            return BAD_GAP
+        out[i] = x
+    at += used
+    return at if at <= bits else BAD_LENGTH
+
+
+@compiled
 def _numbers(words: Any, at: Any, bits: Any, first: Any, last: Any, limit: Any, out: Any) -> Any:
     """Numbers, none above `limit`, into out[first:last]; returns the position after them, or an error code."""
     code = np.int64(_low(_peek(words, at), CODE_BITS))
@@ -96,15 +127,7 @@ def _numbers(words: Any, at: Any, bits: Any, first: Any, last: Any, limit: Any, 
             out[i] = 0
         return at
     if code != ZERO_RUNS:
-        m, width, short = golomb(code)
-        for i in range(first, last):
-            x, at = _golomb(words, at, m, width, short)
-            if at < 0 or at > bits:
-                return BAD_LENGTH
-            if x > limit:
-                return BAD_GAP
-            out[i] = x
-        return at
+        return _plain(words, at, bits, first, last, limit, code, out)
     codes = _peek(words, at)
     run_code = np.int64(_low(codes, CODE_BITS))
     other_code = np.int64(_low(codes >> np.uint64(CODE_BITS), CODE_BITS))

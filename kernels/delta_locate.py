@@ -1,7 +1,7 @@
 """The pass of the decoder over dense old weights: where the changes of each class lie.
 
-Most elements belong to a handful of exponents. Those *heavy* classes are counted 64 elements at a time by vector
-compares; the few elements that are left go through a countdown one by one.
+Members of the heavy classes (kernels/heavy_classes.py) are counted 64 elements at a time; the few elements that are left
+go through a countdown one by one.
 
 Invariant: over the same old bits `locate` finds exactly the indices from which kernels/delta_scan.py took the gaps, and
 for any gaps whatever it finds at most as many as there are and touches no memory outside its arguments. Which classes
@@ -18,14 +18,11 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.compiled import compiled
 from anabranch.kernels.delta_dtypes import CLASSES, BitForm, Bits
+from anabranch.kernels.heavy_classes import heavy_classes
 from anabranch.kernels.lanes import LANES, equal_mask, lowest_bit, nth_bit, popcount, put_classes
 from anabranch.kernels.ordered import stepped
 
 NONE_LEFT = 2**40  # more than a chunk has elements
-SAMPLE = 2048  # elements from which the shares of the classes are guessed
-# Cycles, roughly, as measured: a compare of a block with a class, an element by countdown, and a change found among 64.
-COMPARE_COST, COUNTDOWN_COST, HIT_COST = 4, 10, 60
-MAX_HEAVY = 12
 
 
 class ClassCursors:
@@ -70,40 +67,12 @@ def locate(old: Bits, cursors: ClassCursors, room: int) -> tuple[NDArray[np.uint
     `cursors` goes on from the pieces before; `room` is how many changes are still to come.
     """
     indices = np.empty(min(room, old.size) + LANES, np.uint32)
-    heavy = heavy_classes(old, cursors)
+    heavy = heavy_classes(old, *cursors.fields, cursors.changed_share)
     found = _locate(old, *cursors.fields, heavy, cursors.left, cursors.at, cursors.following, indices)
     indices = indices[:found].copy()  # a view would keep the room for all changes to come alive, for every piece
     bits = np.empty(found, old.dtype)
     _new_bits(old, indices, *cursors.fields, cursors.sign, cursors.steps, cursors.step_at, bits)
     return indices, bits
-
-
-def heavy_classes(old: Bits, cursors: ClassCursors) -> NDArray[np.uint8]:
-    """Classes worth a compare per block: frequent ones (by a sample of `old`) in which changes are rare."""
-    heavy = np.empty(MAX_HEAVY, np.uint8)
-    return heavy[: _heavy_classes(old, *cursors.fields, cursors.changed_share, heavy)]
-
-
-@compiled
-def _heavy_classes(old: Any, shift: Any, mask: Any, changed_share: Any, heavy: Any) -> Any:
-    """How many there are; the best first in `heavy`."""
-    if old.size < 4 * LANES:
-        return 0
-    gain = np.zeros(CLASSES)
-    stride = max(1, old.size // SAMPLE)
-    taken = 0
-    for i in range(0, old.size, stride):
-        gain[(old[i] >> shift) & mask] += 1
-        taken += 1
-    for c in range(CLASSES):
-        gain[c] = LANES * (COUNTDOWN_COST * gain[c] / taken - HIT_COST * changed_share[c]) - COMPARE_COST
-    for n in range(heavy.size):
-        best = np.argmax(gain)
-        if gain[best] <= 0:
-            return n
-        heavy[n] = best
-        gain[best] = 0
-    return heavy.size
 
 
 @compiled

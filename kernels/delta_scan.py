@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.compiled import compiled
 from anabranch.kernels.delta_dtypes import CLASSES, BitForm, Bits
+from anabranch.kernels.heavy_classes import heavy_classes
 from anabranch.kernels.lanes import LANES, changed_mask, equal_mask, lowest_bit, popcount, put_classes
 from anabranch.kernels.ordered import ordered
 
@@ -52,15 +53,11 @@ def _scan(old: Any, new: Any, words: Any) -> Any:
 class ClassCounts:
     """What the encoder has passed of every class, from piece to piece of a chunk.
 
-    `tables` uint32 [4, 256], whose sum over the first axis is the elements so far (four tables, since neighbours are
-    often of one class and an increment waits for the one before it); `following` int64 [256], the rank after the last
-    change; `changed` int64 [256], changes so far.
+    int64 [256] each: `passed`, elements so far; `following`, the rank after the last change; `changed`, changes so far.
     """
 
     def __init__(self) -> None:
-        self.tables = np.zeros((4, CLASSES), np.uint32)
-        self.following = np.zeros(CLASSES, np.int64)
-        self.changed = np.zeros(CLASSES, np.int64)
+        self.passed, self.following, self.changed = np.zeros((3, CLASSES), np.int64)
 
 
 def take_changes(
@@ -77,12 +74,13 @@ def take_changes(
     """
     shift, mask = form.uint(form.exponent_shift), form.uint(form.exponent_mask)
     sign = form.uint(form.sign_bit if form.is_float else 0)
-    _take(old, new, words, shift, mask, sign, seen.tables, seen.following, seen.changed, *out)
+    heavy = heavy_classes(old, shift, mask)
+    _take(old, new, words, shift, mask, sign, heavy, seen.passed, seen.following, seen.changed, *out)
 
 
 @compiled
 def _take(
-    old: Any, new: Any, words: Any, shift: Any, mask: Any, sign: Any, tables: Any, following: Any, counts: Any,
+    old: Any, new: Any, words: Any, shift: Any, mask: Any, sign: Any, heavy: Any, passed: Any, following: Any, counts: Any,
     out_class: Any, out_gap: Any, out_step: Any,
 ) -> None:  # fmt: skip
     classes = np.empty(LANES, np.uint8)
@@ -90,35 +88,36 @@ def _take(
     t = 0
     for block in range(blocks):
         start = block * LANES
+        put_classes(old, start, shift, mask, classes)
         changed = words[block]
-        if changed != 0:
-            put_classes(old, start, shift, mask, classes)
         while changed != 0:
             j = lowest_bit(changed)
             changed &= changed - np.uint64(1)
             c = classes[j]
             below = (np.uint64(1) << np.uint64(j)) - np.uint64(1)
-            rank = np.int64(tables[0, c]) + tables[1, c] + tables[2, c] + tables[3, c]
-            rank += popcount(equal_mask(classes, c) & below)
+            rank = passed[c] + popcount(equal_mask(classes, c) & below)
             out_class[t] = c
             out_gap[t] = rank - following[c]
             out_step[t] = ordered(new[start + j], sign) - ordered(old[start + j], sign)
             following[c] = rank + 1
             counts[c] += 1
             t += 1
-        for i in range(start, start + LANES, 4):
-            tables[0, (old[i] >> shift) & mask] += np.uint32(1)
-            tables[1, (old[i + 1] >> shift) & mask] += np.uint32(1)
-            tables[2, (old[i + 2] >> shift) & mask] += np.uint32(1)
-            tables[3, (old[i + 3] >> shift) & mask] += np.uint32(1)
+        counted = np.uint64(0)
+        for h in range(heavy.size):
+            members = equal_mask(classes, heavy[h])
+            counted |= members
+            passed[heavy[h]] += popcount(members)
+        others = ~counted
+        while others != 0:
+            passed[classes[lowest_bit(others)]] += 1
+            others &= others - np.uint64(1)
     for i in range(blocks * LANES, old.size):
         c = np.uint8((old[i] >> shift) & mask)
         if (words[blocks] >> np.uint64(i & (LANES - 1))) & np.uint64(1):
-            rank = np.int64(tables[0, c]) + tables[1, c] + tables[2, c] + tables[3, c]
             out_class[t] = c
-            out_gap[t] = rank - following[c]
+            out_gap[t] = passed[c] - following[c]
             out_step[t] = ordered(new[i], sign) - ordered(old[i], sign)
-            following[c] = rank + 1
+            following[c] = passed[c] + 1
             counts[c] += 1
             t += 1
-        tables[0, c] += np.uint32(1)
+        passed[c] += 1
