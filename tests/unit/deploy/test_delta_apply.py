@@ -72,6 +72,18 @@ def test_the_result_has_the_old_form(tmp_path: Path, shards: int, anchor: bool) 
     assert old.is_dir() or old.read_bytes() == expected.read_bytes()
 
 
+@pytest.mark.parametrize(("written", "read"), [(1000, 700), (700, 1000), (4000, 1000), (1000, 4000), (999, 1000)])
+def test_a_file_may_be_cut_otherwise_than_the_reader_would(
+    tmp_path: Path, written: int, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(plan_jobs.__kwdefaults__, "chunk_elements", written)
+    old, file, state = prepare(tmp_path, shards=2)
+    monkeypatch.setitem(plan_jobs.__kwdefaults__, "chunk_elements", read)
+    to_new(old, file, tmp_path / "out")
+    in_place(old, file)
+    assert raw(load(tmp_path / "out")) == raw(load(old)) == raw(state)
+
+
 def test_a_file_is_no_base_of_another_model(tmp_path: Path) -> None:
     _, file, _ = prepare(tmp_path)
     other = save(tmp_path / "other", {"a": torch.zeros(3)})
