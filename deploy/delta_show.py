@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from anabranch.deploy.delta_progress import progress
-from anabranch.deploy.delta_states import naming
+from anabranch.deploy.delta_stages import naming
 from anabranch.kernels.delta_codec import inspect_chunk
 from anabranch.kernels.workers import Workers
 from anabranch.transport.delta_file import DeltaFile

@@ -1,36 +1,37 @@
 """States of a checkpoint, read in pieces: as it is stored, and as a delta makes it of another state.
 
-Invariant: `pieces` gives the exact bits of what is asked for, in arrays of the caller's own, and holds no more of the model
-than that and the chunks over it. Before anything is decoded every chunk's digest has been checked, and that chunks are
-disjoint and cut so that a pass over the model decodes none of them many times over: the time that a file can cost is
-bounded by the size of the model. Held by tests/unit/deploy/test_delta_states.py.
+Invariant: `pieces` gives the exact bits of what is asked for, however the delta was cut, in arrays of the caller's own. It
+holds no more of the model than that, what the stages of a merged file need around it, and one chunk. What a file would
+cost in memory and time is known from the heads of its chunks; one that would cost too much is refused before anything is
+decoded. Held by tests/unit/deploy/test_delta_states.py.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from anabranch.deploy.delta_progress import progress
-from anabranch.kernels.delta_chunk import ChunkKind, Piece, read_head
-from anabranch.kernels.delta_codec import CODEC, TensorChange, decode_chunk
+from anabranch.deploy.delta_spans import Line, Places, Spans, union
+from anabranch.deploy.delta_stages import Stage, naming, read_stages
+from anabranch.kernels.delta_chunk import Piece
+from anabranch.kernels.delta_codec import TensorChange, decode_chunk
 from anabranch.kernels.delta_dtypes import Bits, uint_dtype
-from anabranch.kernels.delta_plan import plan_jobs
+from anabranch.kernels.delta_plan import Source, plan_jobs
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout
 from anabranch.transport.checkpoint_io import OpenCheckpoint
 from anabranch.transport.delta_file import DeltaFile
 
-# Of one chunk in a pass over the model. It is 1 when the file was cut as we cut it, and at most 9 for chunks of the
-# largest size that the format knows.
-_MAX_DECODES = 16
+# A file that was cut as we cut it is read with one job in memory (at most 2^22 elements), and each chunk is decoded once.
+# One that was cut in other places costs more: a chunk of the largest size, 2^25 elements, lies over up to 10 jobs and is
+# decoded for each of them; and in a file of several stages all of the later chunks over a job are held with it.
+_MAX_DECODES = 32  # of a chunk in a pass over the model, on average by what they cost; and so many times the model more
+_MAX_HELD = 2**27  # elements, of the model at a time and in one thread: 256 MiB of bf16
+_PIECE, _CHUNK = 2**6, 2**16  # what a piece and a chunk cost beyond their elements, as elements
 
 
 class State(Protocol):
@@ -68,75 +69,69 @@ class AbsentState:
 
 
 class HeldPieces:
-    """Pieces in memory as the codec's `Source`."""
+    """Disjoint pieces in memory as the codec's `Source`."""
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], arrays: Sequence[Bits]) -> None:
-        self._layout = layout
-        self._held: dict[str, list[tuple[Piece, Bits]]] = defaultdict(list)
-        for piece, array in zip(pieces, arrays, strict=True):
-            self._held[layout.tensors[piece.tensor].name].append((piece, array))
-
-    def holds(self, wanted: Piece) -> bool:
-        held = self._held.get(self._layout.tensors[wanted.tensor].name, ())
-        return any(piece.start <= wanted.start and wanted.stop <= piece.stop for piece, _ in held)
+        self._starts: dict[str, list[int]] = defaultdict(list)
+        self._arrays: dict[str, list[Bits]] = defaultdict(list)
+        for piece, array in sorted(zip(pieces, arrays, strict=True), key=lambda held: held[0].start):
+            name = layout.tensors[piece.tensor].name
+            self._starts[name].append(piece.start)
+            self._arrays[name].append(array)
 
     def read(self, name: str, start: int, stop: int) -> Bits:
-        for piece, array in self._held.get(name, ()):
-            if piece.start <= start and stop <= piece.stop:
-                return array[start - piece.start : stop - piece.start]
-        raise DeltaError(f"a chunk reads elements {start} to {stop} of {name!r}, which are not among its own")
+        """A view. Raises DeltaError if not all of it is in one piece."""
+        at = self._find(name, start, stop)
+        if at < 0:
+            raise DeltaError(f"a chunk reads elements {start} to {stop} of {name!r}, which are not among its own")
+        first = start - self._starts[name][at]
+        return self._arrays[name][at][first : first + stop - start]
 
-    def set(self, changes: Iterable[TensorChange]) -> None:
-        """Write the part of `changes` that falls into the pieces."""
-        for change in changes:
-            for piece, array in self._held.get(change.name, ()):
-                if change.indices is None:
-                    start, stop = max(piece.start, change.start), min(piece.stop, change.start + change.bits.size)
-                    if start < stop:
-                        new = change.bits[start - change.start : stop - change.start]
-                        array[start - piece.start : stop - piece.start] = new
-                else:
-                    first, last = np.searchsorted(change.indices, (piece.start, piece.stop))
-                    array[change.indices[first:last] - piece.start] = change.bits[first:last]
+    def take(self, name: str, start: int, stop: int) -> Bits:
+        """As `read`; the array of a piece itself, or a copy of a part."""
+        bits = self.read(name, start, stop)
+        array = self._arrays[name][self._find(name, start, stop)]
+        return array if array.size == bits.size else bits.copy()
 
+    def holds(self, name: str, start: int, stop: int) -> bool:
+        """Whether all of it is in one piece."""
+        return self._find(name, start, stop) >= 0
 
-class Spans:
-    """Which chunk, or job, holds which elements; no two hold the same.
+    def _find(self, name: str, start: int, stop: int) -> int:
+        """The piece that has [start, stop), or −1."""
+        at = bisect_right(self._starts.get(name, ()), start) - 1
+        return at if at >= 0 and stop <= self._starts[name][at] + self._arrays[name][at].size else -1
 
-    Raises:
-        DeltaError: two do.
-    """
-
-    def __init__(self, layout: Layout, pieces_of: Mapping[int, Sequence[Piece]]) -> None:
-        spans = [(piece, number) for number, pieces in pieces_of.items() for piece in pieces]
-        self._spans = sorted(spans, key=lambda span: (span[0].tensor, span[0].start))
-        self._starts = [(piece.tensor, piece.start) for piece, _ in self._spans]
-        for (a, first), (b, second) in pairwise(self._spans):
-            if a.tensor == b.tensor and a.stop > b.start:
-                name = layout.tensors[a.tensor].name
-                raise DeltaError(f"chunks {first} and {second} both hold elements of {name!r}")
-
-    def over(self, wanted: Iterable[Piece]) -> list[int]:
-        """The numbers that hold elements of `wanted`, ascending."""
-        found: set[int] = set()
-        for piece in wanted:
-            first = max(bisect_right(self._starts, (piece.tensor, piece.start)) - 1, 0)
-            last = bisect_left(self._starts, (piece.tensor, piece.stop))
-            found.update(
-                number
-                for span, number in self._spans[first:last]
-                if span.tensor == piece.tensor and span.stop > piece.start
-            )
-        return sorted(found)
+    def set(self, change: TensorChange) -> None:
+        """Write the part of `change` that falls into the pieces."""
+        if change.bits.size == 0 or change.name not in self._starts:
+            return
+        starts, arrays = self._starts[change.name], self._arrays[change.name]
+        begin, end = change.start, change.start + change.bits.size
+        if change.indices is not None:
+            begin, end = int(change.indices[0]), int(change.indices[-1]) + 1
+        for at in range(max(bisect_right(starts, begin) - 1, 0), bisect_right(starts, end - 1)):
+            start, array = starts[at], arrays[at]
+            if change.indices is not None:
+                first, last = np.searchsorted(change.indices, (start, start + array.size))
+                array[change.indices[first:last] - start] = change.bits[first:last]
+            elif start < end and begin < start + array.size:
+                low, high = max(start, begin), min(start + array.size, end)
+                array[low - start : high - start] = change.bits[low - begin : high - begin]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a delta file: its chunks, and the pieces that each of them holds."""
+class _FirstBase:
+    """What the first stage is decoded against: what is held of the state before, and the rest of it as it is asked for."""
 
-    delta: DeltaFile
-    pieces_of: dict[int, tuple[Piece, ...]]
-    spans: Spans
+    def __init__(self, numbers: Mapping[str, int], held: HeldPieces, before: State) -> None:
+        self._numbers = numbers
+        self._held = held
+        self._before = before
+
+    def read(self, name: str, start: int, stop: int) -> Bits:
+        if self._held.holds(name, start, stop):
+            return self._held.read(name, start, stop)
+        return self._before.pieces([Piece(self._numbers[name], start, stop)])[0]
 
 
 class DecodedState:
@@ -144,80 +139,63 @@ class DecodedState:
 
     def __init__(self, before: State, stages: Sequence[Stage]) -> None:
         self.layout = before.layout
+        self._line = Line(before.layout)
+        self._numbers = {t.name: number for number, t in enumerate(before.layout.tensors)}
         self._before = before
         self._stages = stages
-        self._jobs = plan_jobs(self.layout)
-        self._job_spans = Spans(self.layout, dict(enumerate(self._jobs)))
 
     def pieces(self, wanted: Sequence[Piece]) -> list[Bits]:
-        return self._after(len(self._stages), wanted)
+        needed, chunks = self._plan(wanted)
+        read = self._line.pieces(needed)
+        held = HeldPieces(self.layout, read, self._before.pieces(read))
+        base: Source = _FirstBase(self._numbers, held, self._before)
+        for stage, numbers in zip(self._stages, chunks, strict=True):
+            for number in numbers.tolist():
+                content = stage.content(number)
+                with naming(stage.delta, stage.first + number):
+                    changes = decode_chunk(self.layout, content, base)
+                for change in changes:  # the other chunks of the stage do not see them: they are disjoint
+                    held.set(change)
+            base = held
+        return [held.take(self.layout.tensors[p.tensor].name, p.start, p.stop) for p in wanted]
 
-    def _after(self, stages: int, wanted: Sequence[Piece]) -> list[Bits]:
-        """`wanted` after the first `stages` stages."""
-        arrays = self._before.pieces(wanted)
-        held = HeldPieces(self.layout, wanted, arrays)
-        for number, stage in enumerate(self._stages[:stages]):
-            changes: list[TensorChange] = []
-            for chunk in stage.spans.over(wanted):
-                own = stage.pieces_of[chunk]
-                base = held if all(map(held.holds, own)) else self._base_of(own, number)
-                content = stage.delta.chunk(chunk)
-                with naming(stage.delta, chunk):
-                    changes += decode_chunk(self.layout, content, base)
-            held.set(changes)  # only now: until all chunks of the stage are decoded this is their base
-        return arrays
+    def check_cost(self) -> None:
+        """Raises DeltaError if reading the state job by job would take too much memory or time."""
+        weights = [stage.owned.elements + _PIECE * stage.owned.intervals + _CHUNK for stage in self._stages]
+        once = sum(int(weight.sum()) for weight in weights)
+        cost, most = 0, _MAX_DECODES * (once + self._line.elements)
+        for job in plan_jobs(self.layout):
+            needed, chunks = self._plan(job)
+            held = needed.elements + _PIECE * len(needed)
+            cost += sum(int(weight[numbers].sum()) for weight, numbers in zip(weights, chunks, strict=True))
+            if held > _MAX_HELD:
+                raise DeltaError(f"its chunks are scattered: {held} elements of the model would be held at a time")
+            if cost > most:
+                raise DeltaError(f"its chunks are scattered, and would be decoded more than {_MAX_DECODES} times over")
 
-    def _base_of(self, own: Sequence[Piece], stages: int) -> HeldPieces:
-        """What a chunk with the pieces `own` is decoded against when it was not cut as our jobs are: whole jobs, so that
-        a chunk of an earlier stage that was cut as they are is decoded once for each."""
-        whole = [piece for job in self._job_spans.over(own) for piece in self._jobs[job]]
-        return HeldPieces(self.layout, whole, self._after(stages, whole))
+    def _plan(self, wanted: Sequence[Piece]) -> tuple[Spans, list[Places]]:
+        """What of the state before is held to make `wanted`, and which chunks of each stage are decoded.
 
-    def decodes(self) -> int:
-        """How often a chunk is decoded, at most, when the state is read job by job; stages multiply it."""
-        times = 1
-        for stage in self._stages:
-            times *= max(len(self._job_spans.over(pieces)) for pieces in stage.pieces_of.values())
-        return times
+        From the last stage to the second: a sparse chunk needs all of its elements as the stage before leaves them.
+        """
+        needed = union(self._line.spans(wanted))
+        chunks: list[Places] = []
+        for stage in reversed(self._stages):
+            chunks.append(stage.owned.over(needed))
+            if stage is not self._stages[0]:
+                needed = union(needed, stage.owned.of(chunks[-1][stage.is_sparse[chunks[-1]]]))
+        return needed, chunks[::-1]
 
 
 def after(deltas: Sequence[DeltaFile], before: State) -> DecodedState:
     """The state that `deltas`, one after another, make of the state `before`, which must have their layout.
 
     Raises:
-        DeltaError: another codec; a damaged chunk; chunks that overlap, or are scattered over the model.
+        DeltaError: as `read_stages`; chunks that are scattered over the model.
     """
-    stages = []
-    for delta in deltas:
-        if delta.header.manifest.codec != CODEC:
-            raise DeltaError(f"{delta.path} has codec {delta.header.manifest.codec}; this program knows {CODEC}")
-        with progress(f"reading {delta.path.name}", delta.header.manifest.payload_bytes) as advance:
-            for numbers in map(delta.stage, range(len(delta.header.stages))):
-                pieces_of: dict[int, tuple[Piece, ...]] = {}
-                for number in numbers:
-                    chunk = delta.chunk(number)
-                    pieces_of[number] = _pieces(delta, number, chunk)
-                    advance(len(chunk))
-                if pieces_of:
-                    stages.append(Stage(delta, pieces_of, Spans(before.layout, pieces_of)))
-    state = DecodedState(before, stages)
-    if (times := state.decodes()) > _MAX_DECODES:
-        raise DeltaError(f"{deltas[-1].path}: its chunks are scattered, and would be decoded {times} times")
-    return state
-
-
-@contextmanager
-def naming(delta: DeltaFile, chunk: int) -> Iterator[None]:
-    """A DeltaError in the block says which chunk of which file it is about."""
+    state = DecodedState(before, read_stages(deltas))
     try:
-        yield
+        state.check_cost()
     except DeltaError as error:
-        raise DeltaError(f"{delta.path}: chunk {chunk}: {error}") from error
-
-
-def _pieces(delta: DeltaFile, number: int, chunk: bytes) -> tuple[Piece, ...]:
-    with naming(delta, number):
-        head = read_head(delta.header.layout, chunk)
-        if head.kind is ChunkKind.SPARSE and delta.header.manifest.kind == "anchor":
-            raise DeltaError("it holds changes, and an anchor has no base for them")
-        return head.pieces
+        raise DeltaError(f"{', '.join(str(delta.path) for delta in deltas)}: {error}") from error
+    return state

@@ -12,7 +12,8 @@ from anabranch.deploy.delta_apply import check_base, check_decoded
 from anabranch.deploy.delta_diff import open_checkpoint
 from anabranch.deploy.delta_jobs import state_digest
 from anabranch.deploy.delta_progress import progress
-from anabranch.deploy.delta_states import AbsentState, State, StoredState, after, naming
+from anabranch.deploy.delta_stages import naming, read_stages
+from anabranch.deploy.delta_states import AbsentState, State, StoredState, after
 from anabranch.kernels.delta_codec import inspect_chunk
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError
@@ -49,7 +50,7 @@ def verify(delta: DeltaFile, *, base: Path | None, result: Path | None, threads:
 
 def _check_chunks(delta: DeltaFile, threads: int) -> None:
     layout, manifest = delta.header.layout, delta.header.manifest
-    after([delta], AbsentState(layout))  # digests, codec, heads; that chunks do not overlap
+    read_stages([delta])  # digests, codec, heads; that chunks do not overlap, that an anchor is whole
 
     def changed(number: int) -> int:
         chunk = delta.chunk(number)
