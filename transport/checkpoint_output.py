@@ -1,8 +1,8 @@
 """The empty form of a checkpoint: all of its files as they will be, with the tensors still to be written.
 
 Invariant: headers, metadata, shards and bytes between tensors are those of the checkpoint that the form is taken from;
-other files of its folder are copied, except those that hold weights as well, which would be the old ones. Room on the
-disk is taken at once, so that a full disk shows before the work is done.
+other files of its folder are copied, except those that hold weights as well, which would be the old ones. Without room
+on the disk for all of it nothing is made; with it, room is taken at once, so that a full disk shows before the work is done.
 Held by tests/unit/transport/test_checkpoint_output.py.
 """
 
@@ -13,6 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
+from anabranch.schemas.errors import TemporaryError
 from anabranch.schemas.layout import Layout
 from anabranch.transport.checkpoint_files import (
     CheckpointFiles,
@@ -28,8 +29,13 @@ _COPIED_BYTES = 16 * 2**20
 def copy_form(files: CheckpointFiles, work: Path) -> list[str]:
     """Make at `work` (a file, or an empty folder if `files` is one) what `files` is, without the tensors.
 
-    Returns the names of files that were left out because they hold weights of another kind. Raises OSError.
+    Returns the names of files that were left out because they hold weights of another kind.
+
+    Raises:
+        TemporaryError: the disk has no room for it.
+        OSError: something cannot be read or written.
     """
+    _refuse_without_room(work.parent, sum(file.stat().st_size for file in files.files))
     stored = [place for places in files.places.values() for place in places]
     for file in files.files:
         target = work / file.name if files.is_folder else work
@@ -39,8 +45,14 @@ def copy_form(files: CheckpointFiles, work: Path) -> list[str]:
 
 
 def single_file_form(layout: Layout, work: Path) -> None:
-    """Make at `work` one safetensors file with the tensors of `layout`, still to be written. Raises OSError."""
+    """Make at `work` one safetensors file with the tensors of `layout`, still to be written.
+
+    Raises:
+        TemporaryError: the disk has no room for it.
+        OSError: it cannot be written.
+    """
     header = single_file_header(layout)
+    _refuse_without_room(work.parent, len(header) + layout.payload_bytes)
     with work.open("r+b" if work.exists() else "xb") as file:
         file.write(header)
         take_room(file.fileno(), len(header) + layout.payload_bytes)
@@ -55,6 +67,14 @@ def take_room(fd: int, size_bytes: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(fd, size_bytes)
+
+
+def _refuse_without_room(folder: Path, size_bytes: int) -> None:
+    """Before a byte is written: where a file system cannot reserve room, the library would write zeros until it is full."""
+    disk = os.statvfs(folder)
+    free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
+    if disk.f_blocks and free < size_bytes:  # some file systems of the network tell nothing: no blocks at all
+        raise TemporaryError(f"there is no room in {folder}: {size_bytes:,} bytes are needed, {free:,} are free")
 
 
 def _copy_around(source: Path, target: Path, tensors: list[StoredTensor]) -> None:

@@ -12,9 +12,11 @@ import torch
 
 from anabranch.deploy.delta_apply import Applied, apply_in_place, apply_to_new
 from anabranch.deploy.delta_diff import diff
-from anabranch.deploy.delta_encode import Labels
+from anabranch.deploy.delta_encode import Labels, make_manifest
 from anabranch.kernels.delta_plan import plan_jobs
+from anabranch.schemas.delta_file import DeltaHeader
 from anabranch.schemas.errors import DeltaError, ManifestError, TemporaryError, UsageError
+from anabranch.schemas.layout import Layout
 from anabranch.transport.checkpoint_files import journal_path, scan_checkpoint
 from anabranch.transport.checkpoint_io import OpenCheckpoint
 from anabranch.transport.delta_file import DeltaFile, DeltaWriter
@@ -238,6 +240,19 @@ def test_a_full_disk_leaves_the_old_and_nothing_else(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="too large"):
             fill(attempt)
         assert everything(tmp_path) == before
+
+
+def test_an_anchor_that_only_declares_a_model_is_refused_before_room_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """276 bytes on the disk, 2 GiB if they were believed."""
+    layout = Layout.build([("a", "u8", (2**31,))])
+    manifest = make_manifest(ANCHOR, layout, (None, "0" * 32), (), 2**31)
+    (tmp_path / "d").write_bytes(DeltaHeader(manifest, layout, (2**31,), (0,)).pack())
+    monkeypatch.setattr(os, "posix_fallocate", never)
+    with pytest.raises(DeltaError, match=f"an anchor of {2**31} elements, but its chunks hold 0"):
+        to_new(None, tmp_path / "d", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["d"]
 
 
 def test_only_one_changes_a_checkpoint_at_a_time(tmp_path: Path) -> None:

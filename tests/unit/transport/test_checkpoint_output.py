@@ -6,13 +6,15 @@ import json
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from anabranch.schemas.errors import CheckpointError
-from anabranch.transport.checkpoint_files import CheckpointFiles, scan_checkpoint
+from anabranch.schemas.errors import CheckpointError, TemporaryError
+from anabranch.schemas.layout import Layout
+from anabranch.transport.checkpoint_files import CheckpointFiles, scan_checkpoint, single_file_header
 from anabranch.transport.checkpoint_output import copy_form, single_file_form, take_room
 from tests.checkpoints import TENSORS, load, random_state, save
 from tests.limits import file_size_limit
@@ -126,3 +128,28 @@ def test_room_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def refuse(*_: object) -> None:
     raise OSError(95, "Operation not supported")
+
+
+def test_without_room_for_all_of_it_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that declares more than the disk has, and a copy that nearly fits."""
+    huge = Layout.build([("w", "u8", (2**45,))])
+    size = len(single_file_header(huge)) + 2**45
+    with pytest.raises(TemporaryError, match=f"no room in {tmp_path}: {size:,} bytes are needed"):
+        single_file_form(huge, tmp_path / "huge")
+    old = save(tmp_path / "old", random_state(), shards=2)
+    needed = sum(path.stat().st_size for path in old.glob("*.safetensors"))
+    (tmp_path / "new").mkdir()
+    for free, blocks, fits in (
+        (needed - 1, 10**9, False),
+        (needed, 10**9, True),
+        (0, 0, True),
+    ):  # 0 blocks: it cannot tell
+        there = SimpleNamespace(f_frsize=1, f_bavail=free, f_bfree=free, f_blocks=blocks)
+        monkeypatch.setattr(os, "statvfs", lambda _, there=there: there)
+        if fits:
+            copy_form(scan(old), tmp_path / "new")
+        else:
+            with pytest.raises(TemporaryError, match=f"{needed:,} bytes are needed, {free:,} are free"):
+                copy_form(scan(old), tmp_path / "new")
+            assert os.listdir(tmp_path / "new") == []
+    assert not (tmp_path / "huge").exists()
