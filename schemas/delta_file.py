@@ -2,7 +2,8 @@
 
 Invariant: a header that `DeltaHeader.unpack` returns is the one that was packed (its digest was checked first), and its
 parts agree: the manifest's layout hash, sizes and counts are those of the layout, the changed elements and the stages
-add up. Nothing is unpacked beyond what the size of the file allows. Held by tests/unit/schemas/test_delta_file.py.
+add up. What it unpacks to is bounded by the size of its frame, and the memory that takes by the size of its JSON (24 times).
+Held by tests/unit/schemas/test_delta_file.py and tests/unit/schemas/test_delta_header_fuzz.py.
 
 A delta file holds little-endian, without padding
 
@@ -26,17 +27,25 @@ from typing import Any
 
 import xxhash
 import zstandard
+from pydantic import ValidationError
 
 from anabranch.schemas.errors import DeltaError, ManifestError
 from anabranch.schemas.layout import Layout
-from anabranch.schemas.manifest import Manifest
+from anabranch.schemas.manifest import Chunk, Manifest
 
 MAGIC = b"ABDELTA1"
 PREFIX = struct.Struct("<8sI16s")
 _DIGESTED = struct.Struct("<8sI")  # the part of the prefix that the digest covers
 _KEYS = {"manifest", "layout", "changed", "stages"}
-_FREE_BYTES, _MAX_EXPANSION = 64 * 2**10, 200  # a header unpacks to at most 64 KiB + 200 times its frame
-_LEVELS = (19, 3, -5, -50)  # the later ones only for names so alike that the first exceeds that
+_MANIFEST_KEYS = Manifest.model_fields.keys()
+# Limits of what a frame unpacks to. Real headers unpack to 3 to 22 times their frame: the digests of chunks and the changed
+# elements of tensors look random. One of 45,000 tensors of which none changed would reach 106, and is packed less well.
+_FREE_BYTES, _MAX_EXPANSION = 2**16, 32
+_LEVELS = (19, 3, -5, -50, -1000, -131_072)
+_MAX_WINDOW_BYTES = 2**23  # what level 19 asks for, of a frame that is larger than that
+# A value of JSON takes up to 100 bytes of memory, and 3 bytes of text. Real headers have one in 5 to 18 bytes.
+_FREE_VALUES, _BYTES_PER_VALUE = 2**16, 6
+_MAX_TOLD = 400  # characters of an error about what a stranger wrote
 _MAX_DIMENSIONS, _MAX_DIMENSION = 64, 2**63
 
 
@@ -82,6 +91,7 @@ class DeltaHeader:
             separators=(",", ":"),
             ensure_ascii=False,
         ).encode()
+        _check_values(content)
         for level in _LEVELS:
             frame = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(content)
             if len(content) <= _FREE_BYTES + _MAX_EXPANSION * len(frame):
@@ -103,16 +113,18 @@ class DeltaHeader:
         if len(frame) != frame_bytes(prefix) or xxhash.xxh3_128_digest(prefix[: _DIGESTED.size] + frame) != expected:
             raise DeltaError("the header does not have its digest: the file is damaged")
         content = _unpack_frame(frame)
+        _check_values(content)
         try:
-            fields: Any = json.loads(content)
+            fields: Any = json.loads(content.decode())
             if not isinstance(fields, dict) or set(fields) != _KEYS:
                 raise DeltaError(f"the header is not a JSON object with {', '.join(sorted(_KEYS))}")
-            manifest = Manifest.from_json(json.dumps(fields["manifest"]))
-            return cls(manifest, _layout(fields["layout"]), _counts(fields["changed"]), _counts(fields["stages"]))
+            parts = _layout(fields["layout"]), _counts(fields["changed"]), _counts(fields["stages"])
+            return cls(_manifest(fields["manifest"]), *parts)
         except (ValueError, TypeError, RecursionError) as error:
-            if isinstance(error, (DeltaError, ManifestError)):
-                raise
-            raise DeltaError(f"the header is not the JSON of a delta: {error}") from error
+            known = isinstance(error, (DeltaError, ManifestError))
+            kind = ManifestError if isinstance(error, ManifestError) else DeltaError
+            text = str(error) if known else f"the header is not the JSON of a delta: {error}"
+            raise kind(text if len(text) <= _MAX_TOLD else f"{text[:_MAX_TOLD]}...") from error
 
 
 def frame_bytes(prefix: bytes) -> int:
@@ -125,13 +137,51 @@ def frame_bytes(prefix: bytes) -> int:
 def _unpack_frame(frame: bytes) -> bytes:
     limit = _FREE_BYTES + _MAX_EXPANSION * len(frame)
     try:
-        declared = zstandard.get_frame_parameters(frame).content_size
-        if declared > limit:  # an unknown size is 2**64 − 1 and fails here as well
-            raise DeltaError(f"the header declares {declared} bytes; a frame of {len(frame)} may hold {limit}")
+        asked = zstandard.get_frame_parameters(frame)
+        if asked.content_size > limit:  # an unknown size is 2**64 − 1 and fails here as well
+            raise DeltaError(
+                f"the header declares {asked.content_size} bytes; a frame of {len(frame)} may hold {limit}"
+            )
+        if asked.window_size > max(asked.content_size, _MAX_WINDOW_BYTES):
+            raise DeltaError(f"the header asks for a zstd window of {asked.window_size} bytes")
         unpacked = zstandard.ZstdDecompressor().decompress(frame, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DeltaError(f"the header is not a readable zstd frame: {error}") from error
     return bytes(unpacked)
+
+
+def _check_values(content: bytes) -> None:
+    """Before objects are made of it. What stands in strings is counted as well: names hold few of these."""
+    values, most = sum(map(content.count, (b"[", b"{", b",", b":"))), _FREE_VALUES + len(content) // _BYTES_PER_VALUE
+    if values > most:
+        raise DeltaError(f"the header has about {values} JSON values; one of {len(content)} bytes may have {most}")
+
+
+def _manifest(fields: Any) -> Manifest:
+    """Chunks one by one, so that the first bad one ends it: of each an error would be kept, and they are larger."""
+    if (
+        not isinstance(fields, dict)
+        or not fields.keys() <= _MANIFEST_KEYS
+        or not isinstance(fields.get("chunks"), list)
+    ):
+        raise ManifestError("the header's manifest is not a JSON object with a list of chunks")
+    try:
+        chunks = tuple(map(Chunk.model_validate, fields["chunks"]))
+        manifest = Manifest.model_validate({**fields, "chunks": chunks})
+    except ValidationError as error:
+        told = error.errors(include_url=False, include_input=False)[0]["msg"]
+        raise ManifestError(f"not a weight manifest: {told}") from None
+    _check_text(manifest.run)
+    _check_text(manifest.codec)
+    return manifest
+
+
+def _check_text(text: str) -> None:
+    """Half of a surrogate pair, which JSON lets through, is no text that could be written anywhere."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ManifestError(f"the header holds {text!a}, which is no text") from None
 
 
 def _layout(rows: Any) -> Layout:
@@ -140,6 +190,7 @@ def _layout(rows: Any) -> Layout:
         sizes = len(shape) <= _MAX_DIMENSIONS and all(type(n) is int and 0 <= n < _MAX_DIMENSION for n in shape)
         if not (isinstance(name, str) and isinstance(dtype, str) and isinstance(shape, list) and sizes):
             raise ManifestError("the header's layout is not a list of [name, dtype, shape]")
+        _check_text(name)
         if specs and specs[-1][0] >= name:
             raise ManifestError(f"the header's layout is not sorted by name: {name!r} follows {specs[-1][0]!r}")
         specs.append((name, dtype, tuple(shape)))

@@ -169,6 +169,43 @@ def test_a_frame_that_would_unpack_to_too_much_is_refused_before_it_is() -> None
         unpack(sealed(zstandard.compress(b"{}") + b"more"))
 
 
+def windowed(content: bytes, window_log: int) -> bytes:
+    """One frame of one raw block that asks for a window of 2^`window_log` bytes (RFC 8878, 3.1.1)."""
+    head = b"\x28\xb5\x2f\xfd" + bytes([0x80, window_log - 10 << 3]) + len(content).to_bytes(4, "little")
+    return head + (len(content) << 3 | 1).to_bytes(3, "little") + content
+
+
+def test_a_frame_that_asks_for_a_large_window_is_refused() -> None:
+    content = json.dumps(fields_of(header().pack())).encode()
+    assert unpack(sealed(windowed(content, 23))) == header()
+    for log in (24, 27, 31):
+        with pytest.raises(DeltaError, match=f"window of {2**log} bytes"):
+            unpack(sealed(windowed(content, log)))
+    with pytest.raises(DeltaError, match="zstd"):
+        unpack(sealed(windowed(content, 41)))
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_model_of_very_many_tensors_has_a_header_that_is_read(changed: int) -> None:
+    names = [
+        f"model.layers.{i}.mlp.experts.{e}.{n}_proj.weight"
+        for i in range(20)
+        for e in range(256)
+        for n in ("up", "down")
+    ]
+    layout = Layout.build([(name, "bf16", (2048, 7168)) for name in names])
+    made = header(layout, changed=(changed,) * len(names))
+    packed = made.pack()
+    assert unpack(packed) == made
+    assert len(packed) < len(names) * 12, "bytes a tensor"
+
+
+def test_more_values_than_a_reader_takes_are_not_written() -> None:
+    layout = Layout.build([(f"{i:x}", "u8", (1,)) for i in range(40_000)])
+    with pytest.raises(DeltaError, match="JSON values"):
+        header(layout, changed=(1,) * 40_000).pack()
+
+
 def test_another_file_is_told_from_a_delta() -> None:
     for other in (b"", b"PK", b"\x10\0\0\0\0\0\0\0{}" + bytes(20)):
         with pytest.raises(DeltaError, match="not a delta file"):
