@@ -25,9 +25,10 @@ import numpy as np
 
 from anabranch.deploy.codec_ours import Delta, Snapshot
 from anabranch.deploy.codec_packages import ArcV3, ZipNN
-from anabranch.deploy.codec_pair import Bits, Pair, load_pair
+from anabranch.deploy.codec_pair import Pair, load_pair
 from anabranch.deploy.codec_peers import Format
 from anabranch.deploy.codec_peers import peers as simple_peers
+from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import AnabranchError, UsageError
 
@@ -121,9 +122,8 @@ def busy_elsewhere() -> Callable[[], float]:
 
     def used() -> tuple[float, float, float]:
         try:
-            fields = (
-                Path("/proc/stat").read_text().split(None, 9)[1:8]
-            )  # of all cores: user nice system idle iowait ...
+            # of all cores: user nice system idle iowait ...
+            fields = Path("/proc/stat").read_text().split(None, 9)[1:8]
         except OSError:
             return 0.0, 0.0, time.monotonic()
         ticks = sum(map(int, fields)) - int(fields[3]) - int(fields[4])

@@ -14,8 +14,7 @@ from typing import Literal
 
 import xxhash
 
-from anabranch.deploy.codec_pair import Bits, Pair
-from anabranch.deploy.codec_peers import State
+from anabranch.deploy.codec_pair import Pair, State
 from anabranch.kernels.delta_codec import (
     CODEC,
     Encoded,
@@ -25,6 +24,7 @@ from anabranch.kernels.delta_codec import (
     encode_anchor,
     encode_delta,
 )
+from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.digest import tensor_digest
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.delta_file import DeltaHeader

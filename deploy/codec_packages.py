@@ -12,20 +12,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from anabranch.deploy.codec_pair import State
+from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import UsageError
 from anabranch.schemas.layout import DTYPE_BYTES, Layout
-
-Bits = NDArray[Any]
-State = Mapping[str, Bits]
 
 ARC_PACKAGE, ZIPNN_PACKAGE = "fireworks-delta-compression", "zipnn"
 _MODULES = {ARC_PACKAGE: "fireworks_delta_compression", ZIPNN_PACKAGE: "zipnn"}

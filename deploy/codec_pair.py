@@ -2,7 +2,7 @@
 
 Invariant: a pair that does not fit together (a change of an unknown tensor, indices that repeat or lie outside, bits of
 another width, one half of an entry) is refused with an error that names file and tensor, before anything is measured.
-Held by tests/unit/deploy/test_bench_codec.py.
+Held by tests/unit/deploy/test_codec_pair.py.
 
 The base holds every tensor before the step. The change holds, for each tensor `T` that changed, `T.index` (unsigned
 flat indices, ascending) and `T.bits` (the new bit patterns, as wide as the tensor's dtype); a tensor without an entry
@@ -15,20 +15,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.kernels.delta_dtypes import Bits, uint_dtype
 from anabranch.schemas.errors import DeltaError, UsageError
-from anabranch.schemas.layout import DTYPE_BYTES, Layout
+from anabranch.schemas.layout import Layout
 from anabranch.transport.checkpoint_files import DTYPES
 
-Bits = NDArray[Any]  # flat unsigned integers as wide as the tensor's dtype
+State = Mapping[str, Bits]  # the flat bits of every tensor
 
 BASE_SUFFIX, CHANGE_SUFFIX = ".base.safetensors", ".change.safetensors"
 _INDEX_DTYPES = {"U32": np.uint32, "U64": np.uint64, "I32": np.int32, "I64": np.int64}
-_UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by width in bytes
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def load_pair(prefix: str) -> Pair:
     base: dict[str, Bits] = {}
     new: dict[str, Bits] = {}
     for spec in layout.tensors:
-        kind = _UINTS[DTYPE_BYTES[spec.dtype]]
+        kind = uint_dtype(spec.dtype)
         base[spec.name] = np.frombuffer(stored.pop(spec.name).data, kind).copy()
         new[spec.name] = base[spec.name].copy()
         if spec.name in entries:

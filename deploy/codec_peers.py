@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,11 +29,10 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from anabranch.deploy.codec_pair import State
+from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError
-
-Bits = NDArray[Any]
-State = Mapping[str, Bits]
 
 ZSTD_LEVEL = 1
 XOR_BLOCK_BYTES = 128 * 1024

@@ -31,10 +31,8 @@ DTYPES = ("bf16", "f16", "f32", "f8_e4m3", "f8_e5m2")
 DEFAULT_ELEMENTS, DEFAULT_DENSITY = 2**24, 0.01
 TENSOR_ELEMENTS = 2**22
 POOL_ELEMENTS = 2**24  # larger states repeat these
-SCALE = {
-    "f8_e4m3": 1000.0,
-    "f8_e5m2": 1000.0,
-}  # fp8 weights come with a scale that fills their range; others have std 0.02
+# fp8 weights come with a scale that fills their range; others have std 0.02
+SCALE = {"f8_e4m3": 1000.0, "f8_e5m2": 1000.0}
 
 
 @dataclass(frozen=True, slots=True)

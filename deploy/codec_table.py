@@ -1,7 +1,7 @@
 """The figures of `anabranch bench codec` as tables for people.
 
 Invariant: a ratio compares two rows of the same run, and is left empty where there is nothing to compare with.
-Held by tests/unit/deploy/test_bench_codec.py.
+Held by tests/unit/deploy/test_codec_table.py.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from anabranch.schemas.layout import DTYPE_BYTES, Layout
 from anabranch.transport.checkpoint_files import CheckpointFiles, StoredTensor
 
 Bits = NDArray[Any]  # flat unsigned integers as wide as the tensor's dtype
-_UINT: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WINDOW_ELEMENTS = 2**22  # how much of a tensor a patch reads and writes back at a time
 _AT_ONCE_BYTES = 2**30  # Linux moves at most 2 GiB − 4 KiB in one call
 
@@ -64,7 +63,7 @@ class OpenCheckpoint:
         """Elements [start, stop) of tensor `name`, uint8/16/32/64 [stop - start], in memory of their own."""
         place = self.files.places[name][0]
         width = DTYPE_BYTES[place.dtype]
-        bits = np.empty(stop - start, _UINT[width])
+        bits = np.empty(stop - start, _uint(width))
         self._read_into(bits, place, start * width)
         return bits
 
@@ -72,7 +71,7 @@ class OpenCheckpoint:
         """Set elements [start, start + len(bits)) of tensor `name`; `bits` contiguous, of the tensor's width."""
         for place in self.files.places[name]:
             width = DTYPE_BYTES[place.dtype]
-            assert bits.dtype == _UINT[width]
+            assert bits.dtype == _uint(width)
             assert start + bits.size <= place.size_bytes // width
             fd, offset, remaining = self._fds[place.file], place.offset_bytes + start * width, _bytes(bits)
             while remaining:
@@ -113,6 +112,12 @@ class OpenCheckpoint:
             if done == 0:
                 raise self._refuse(f"{place.file} became shorter while it was read: {place.name!r} is not there")
             offset, remaining = offset + done, remaining[done:]
+
+
+def _uint(width_bytes: int) -> np.dtype[Any]:
+    """Named by its width: the table of kernels/delta_dtypes.py is not ours to import, transport and kernels know nothing of
+    each other."""
+    return np.dtype(f"u{width_bytes}")
 
 
 def _bytes(bits: Bits) -> memoryview:
