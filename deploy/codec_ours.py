@@ -1,7 +1,7 @@
 """Our own delta and snapshot as formats of the benchmark.
 
 Invariant: a size is that of the delta file that `anabranch delta diff` would write: header with layout, digests and
-counts, then the chunks. Held by tests/unit/deploy/test_bench_codec.py.
+counts, then the chunks. Held by tests/unit/deploy/test_codec_ours.py.
 
 Building that header from the encoded chunks is not timed, as writing arc_v3's safetensors file is not; neither are the
 digests of the two states, which a learner keeps from step to step and recomputes for what changed.

@@ -1,7 +1,8 @@
 """`anabranch delta show`: what a delta file says, without the weights it applies to.
 
 Invariant: the numbers come from the header and from the chunks, whose digests are checked; the bytes of tensors that share
-a chunk are an estimate, by their share of its changed elements. Held by tests/unit/deploy/test_delta_show.py.
+a chunk are an estimate, by their share of its changed elements. Names are shown and never obeyed. Held by
+tests/unit/deploy/test_delta_show.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.deploy.delta_progress import progress
 from anabranch.deploy.delta_stages import naming
-from anabranch.kernels.delta_codec import inspect_chunk
+from anabranch.kernels.delta_codec import ChunkInfo, inspect_chunk
 from anabranch.kernels.workers import Workers
 from anabranch.transport.delta_file import DeltaFile
 
@@ -26,14 +27,14 @@ _LAYER = re.compile(r"^\D*?\b\d+(?=\.)")  # up to the first number that is a par
 
 @dataclass
 class Row:
-    """One tensor, or the sum of a layer (`dtype` and `shape` empty then). `bytes` is an estimate."""
+    """One tensor, or the sum of a layer (`dtype` and `shape` empty then)."""
 
     name: str
     dtype: str
     shape: list[int]
     elements: int
     changed: int
-    bytes: float
+    estimated_bytes: float
 
     @property
     def density(self) -> float:
@@ -59,7 +60,7 @@ def describe(delta: DeltaFile, *, threads: int) -> dict[str, Any]:
             pieces = [(rows[p.tensor], p.stop - p.start) for p in info.pieces]
             weights = [row.density * size for row, size in pieces]
             for (row, _), weight in zip(pieces, weights, strict=True):
-                row.bytes += chunk.size_bytes * weight / (sum(weights) or 1)
+                row.estimated_bytes += chunk.size_bytes * weight / (sum(weights) or 1)
             advance(chunk.size_bytes)
     changed = manifest.changed_elements
     return {
@@ -79,7 +80,7 @@ def describe(delta: DeltaFile, *, threads: int) -> dict[str, Any]:
     }
 
 
-def _inspect(delta: DeltaFile, number: int) -> Any:
+def _inspect(delta: DeltaFile, number: int) -> ChunkInfo:
     chunk = delta.chunk(number)
     with naming(delta, number):
         return inspect_chunk(delta.header.layout, chunk)
@@ -92,8 +93,8 @@ def summary(about: dict[str, Any]) -> list[tuple[str, str]]:
     change = f"{about['changed_elements']:,} of {about['total_elements']:,} elements ({about['density']:.4%})"
     each = about["bytes_per_change"]
     return [
-        ("kind", f"{about['kind']}, codec {about['codec']}"),
-        ("run", f"{about['run']}, epoch {about['epoch']}"),
+        ("kind", f"{about['kind']}, codec {printable(about['codec'])}"),
+        ("run", f"{printable(about['run'])}, epoch {about['epoch']}"),
         ("version", str(about["version"]) if anchor else f"{about['base_version']} -> {about['version']}"),
         ("base digest", about["base_digest"] or "none: a full snapshot"),
         ("result digest", about["result_digest"]),
@@ -107,6 +108,11 @@ def summary(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("bytes per change", "-" if each is None else f"{each:.3f}"),
         ("steps of one", "-" if about["unit_step_share"] is None else f"{about['unit_step_share']:.2%}"),
     ]  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal might obey written as Python would."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def rows_to_show(about: dict[str, Any], *, every: bool) -> tuple[str, list[Row]]:
@@ -125,13 +131,14 @@ def _by_layer(rows: Iterable[Row]) -> Iterable[Row]:
         layer = layers.setdefault(name, Row(name, "", [], 0, 0, 0.0))
         layer.elements += row.elements
         layer.changed += row.changed
-        layer.bytes += row.bytes
+        layer.estimated_bytes += row.estimated_bytes
     return layers.values()
 
 
 def table(about: dict[str, Any], *, every: bool) -> Table:
     """A rich table of tensors, or of layers."""
     from rich.table import Table
+    from rich.text import Text
 
     what, rows = rows_to_show(about, every=every)
     made = Table(box=None, pad_edge=False, header_style="bold")
@@ -143,6 +150,13 @@ def table(about: dict[str, Any], *, every: bool) -> Table:
         made.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         form = [row.dtype, "x".join(map(str, row.shape)) or "scalar"] if what == "tensor" else []
-        each = f"{row.bytes / row.changed:.2f}" if row.changed else "-"
-        made.add_row(row.name, *form, f"{row.changed:,}", f"{row.density:.4%}", f"{row.bytes:,.0f}", each)
+        each = f"{row.estimated_bytes / row.changed:.2f}" if row.changed else "-"
+        made.add_row(
+            Text(printable(row.name)),
+            *form,
+            f"{row.changed:,}",
+            f"{row.density:.4%}",
+            f"{row.estimated_bytes:,.0f}",
+            each,
+        )
     return made

@@ -52,7 +52,7 @@ def test_the_numbers_add_up(tmp_path: Path, jobs_of: int | None, monkeypatch: py
     rows = about["tensors"]
     assert [row["name"] for row in rows] == sorted(TENSORS)
     assert sum(row["changed"] for row in rows) == about["changed_elements"]
-    assert sum(row["bytes"] for row in rows) == pytest.approx(about["size_bytes"] - about["header_bytes"])
+    assert sum(row["estimated_bytes"] for row in rows) == pytest.approx(about["size_bytes"] - about["header_bytes"])
     assert all(0 <= row["density"] <= 1 for row in rows)
     assert about["density"] == pytest.approx(about["changed_elements"] / about["total_elements"])
     assert about["bytes_per_change"] == pytest.approx(about["size_bytes"] / about["changed_elements"])
@@ -122,3 +122,17 @@ def test_layers_of_a_model_with_very_many_tensors(tmp_path: Path) -> None:
     assert "experts" not in text_of(about)
     assert rows_to_show(about, every=True)[0] == "tensor"
     assert "model.layers.1.experts.19.w" in text_of(about, every=True)
+
+
+def test_a_name_is_shown_as_it_is_and_commands_nothing(tmp_path: Path) -> None:
+    """Neither rich's markup nor what a terminal obeys."""
+    hostile = {"w[/bold].x": "w[/bold].x", "[red]v": "[red]v", "\x1b[2Jgone\n": "\\x1b[2Jgone\\n"}
+    old = {name: torch.zeros(9).bfloat16() for name in hostile}
+    about = described(tmp_path, old, step(old))
+    about["run"] = "\x1b[31mr"
+    shown = text_of(about)
+    assert all(f"\n{name} " in shown for name in hostile.values())
+    assert "\x1b" not in shown
+    many = {f"[/b]\x07.{i}.w": torch.zeros(2).bfloat16() for i in range(50)}
+    (tmp_path / "many").mkdir()
+    assert "[/b]\\x07.7 " in text_of(described(tmp_path / "many", many, step(many)))
