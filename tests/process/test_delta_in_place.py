@@ -133,29 +133,66 @@ def larger(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# The command, which waits before the n-th of some calls that change the disk until its input is closed, and at last says how
+# many there were.
+AT_CALL = """
+import itertools, os, sys
+from anabranch.cli.main import main
+
+stop, calls = int(sys.argv[1]), itertools.count(1)
+
+def waiting(real):
+    def call(*args, **options):
+        if next(calls) == stop:
+            print("waiting", flush=True)
+            sys.stdin.read()
+        return real(*args, **options)
+    return call
+
+for name in sys.argv[2].split(","):
+    setattr(os, name, waiting(getattr(os, name)))
+code = main(sys.argv[3:])
+print(next(calls) - 1)
+sys.exit(code)
+"""
+
+
+def at_call(
+    stop: int, *arguments: str, calls: str = "ftruncate,pwrite,fsync,rename,unlink", folder: Path | None = None
+) -> subprocess.Popen[str]:
+    """`anabranch delta` with `arguments`, waiting at call number `stop`; 0: it does not wait."""
+    command = [sys.executable, "-I", "-c", AT_CALL, str(stop), calls, "delta", *arguments, "--threads", "3"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_kill_9_at_random_times(larger: Path) -> None:
-    command = [*COMMAND, "apply", str(larger / "old"), str(larger / "d"), "--in-place"]
+def test_kill_9_while_threads_are_at_work(larger: Path) -> None:
+    """Now at a certain call, now a moment after it; each attempt goes on where the one before was killed."""
+    arguments = ["apply", str(larger / "old"), str(larger / "d"), "--in-place"]
     shutil.copytree(larger / "old", larger / "copy")
-    began = time.monotonic()
-    subprocess.run(command, timeout=60, check=True)
-    whole_s = time.monotonic() - began
+    with at_call(0, *arguments) as process:
+        calls = int(process.communicate(timeout=60)[0].split()[-1])
+    assert contents(larger / "old") == contents(larger / "expected")
     rng = random.Random(0)
     kills = 0
-    for _ in range(8):
+    for attempt in range(8):
         if contents(larger / "old") == contents(larger / "expected"):
             shutil.rmtree(larger / "old")
             shutil.copytree(larger / "copy", larger / "old")
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            time.sleep(rng.uniform(0.4, 1.0) * whole_s)
-            process.send_signal(signal.SIGKILL)
+        with at_call(rng.randrange(1, calls + 1), *arguments) as process:
+            assert process.stdin is not None
+            if process.stdout.readline() == "waiting\n":
+                if attempt % 2:
+                    process.stdin.close()
+                    time.sleep(rng.uniform(0, 0.02))
+                process.kill()
         kills += process.returncode == -9
-    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    assert subprocess.run([*COMMAND, *arguments], timeout=60, check=False).returncode == 0
     assert contents(larger / "old") == contents(larger / "expected")
-    assert kills
+    assert kills, "the first attempt has a whole apply before it, and waits to be killed"
 
 
 def test_at_once_they_do_not_mix(larger: Path) -> None:
@@ -170,31 +207,29 @@ def test_at_once_they_do_not_mix(larger: Path) -> None:
     assert contents(larger / "old") == contents(larger / "expected")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_command_leaves_nothing_half_made(larger: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("calls", ["ftruncate,pwrite,fsync", "fsync", "rename"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_command_leaves_nothing_half_made(
+    larger: Path, number: signal.Signals, code: int, calls: str
+) -> None:
     before = sorted(os.listdir(larger))
     commands = (
         ["apply", "old", "d", "-o", "out"],
         ["diff", "old", "expected", "-o", "e"],
         ["diff", "--anchor", "old", "-o", "a"],
     )
-    stopped = 0
     for arguments in commands:
-        with subprocess.Popen([*COMMAND, *arguments], cwd=larger, stdout=subprocess.DEVNULL) as process:
-            deadline = time.monotonic() + 30
-            while sorted(os.listdir(larger)) == before and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.001)
+        with at_call(1, *arguments, calls=calls, folder=larger) as process:
+            assert process.stdout.readline() == "waiting\n"
             process.send_signal(number)
-        assert process.returncode in (0, 130, 143)
-        stopped += process.returncode != 0
-        for name in ("out", "e", "a"):
+            process.communicate(timeout=60)
+        assert process.returncode == code
+        for name in ("out", "e", "a"):  # a rename that was under way was ended
             path = larger / name
+            assert calls == "rename" or not path.exists()
             if path.is_dir():
                 assert contents(path) == contents(larger / "expected")
-                for file in path.iterdir():
-                    file.unlink()
-                path.rmdir()
+                shutil.rmtree(path)
             elif path.exists():
                 path.unlink()
         assert sorted(os.listdir(larger)) == before
-    assert stopped
