@@ -25,14 +25,17 @@ MEASURED = """
 import re, sys
 from pathlib import Path
 from anabranch.cli.main import main
-code = main(sys.argv[1:])
+from anabranch.kernels.delta_plan import plan_jobs
+plan_jobs.__kwdefaults__["chunk_elements"] = int(sys.argv[1]) or plan_jobs.__kwdefaults__["chunk_elements"]
+code = main(sys.argv[2:])
 print("peak", re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 sys.exit(code)
 """
 
 
-def peak_kb(folder: Path, *arguments: str) -> int:
-    command = [sys.executable, "-I", "-c", MEASURED, "delta", *arguments, "--threads", "1"]
+def peak_kb(folder: Path, *arguments: str, cut: int = 0) -> int:
+    """`cut`: elements of a job, if not as many as usual."""
+    command = [sys.executable, "-I", "-c", MEASURED, str(cut), "delta", *arguments, "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     peak = re.search(r"^peak (\d+)$", done.stdout, re.MULTILINE)
@@ -92,3 +95,12 @@ def test_commands_that_write_a_checkpoint(folder: Path) -> None:
     assert peak_kb(folder, "apply", "a", "ab", "-o", "out") < LIMIT_KB
     assert peak_kb(folder, "apply", "out", "bc", "--in-place") < LIMIT_KB
     assert peak_kb(folder, "verify", "bc", "--result", "out") < LIMIT_KB
+
+
+def test_files_that_were_cut_in_other_places(folder: Path) -> None:
+    """Of two stages, so that what lies around a job is held with it."""
+    for old, new in ("ab", "bc"):
+        peak_kb(folder, "diff", old, new, "-o", f"{old}{new}.cut", cut=3_000_000)
+    assert peak_kb(folder, "merge", "ab.cut", "bc.cut", "-o", "ac.cut") < LIMIT_KB
+    assert peak_kb(folder, "verify", "ac.cut", "--base", "a", "--result", "c") < LIMIT_KB
+    assert peak_kb(folder, "merge", "ab.cut", "bc", "-o", "ac.anew", "--base", "a") < LIMIT_KB
