@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 
 from anabranch.deploy.delta_diff import diff
-from anabranch.deploy.delta_encode import Labels
+from anabranch.deploy.delta_encode import Labels, make_manifest
 from anabranch.deploy.delta_merge import merge
 from anabranch.deploy.delta_verify import verify
 from anabranch.kernels.delta_plan import plan_jobs
+from anabranch.schemas.delta_file import DeltaHeader
 from anabranch.schemas.errors import DeltaError
+from anabranch.schemas.layout import Layout
 from anabranch.transport.delta_file import DeltaFile, DeltaWriter
 from tests.checkpoints import random_state, save, step
 
@@ -124,3 +127,16 @@ def test_a_missing_file_is_an_oserror(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         verified(folder, "d", base="nobody")
     assert len(os.listdir("/proc/self/fd")) < 100
+
+
+def test_a_model_that_is_only_declared_costs_nothing(tmp_path: Path) -> None:
+    """32 TiB in 300 bytes: 8 million jobs, which nobody needs as long as no base is given."""
+    layout = Layout.build([("a", "u8", (2**45,))])
+    manifest = make_manifest(LABELS, layout, ("0" * 32, "1" * 32), (), 0)
+    (tmp_path / "d").write_bytes(DeltaHeader(manifest, layout, (0,), (0,)).pack())
+    tracemalloc.start()
+    try:
+        assert len(verified(tmp_path, "d")) == 2
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
