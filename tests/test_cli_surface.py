@@ -17,6 +17,8 @@ import pytest
 from anabranch.cli.main import COMMANDS, EPILOG, build_parser, main
 from anabranch.schemas.config import RunConfig
 
+GOLDEN = Path(__file__).resolve().parent / "golden"
+
 CONFIGURED = ("learn", "record", "config", "ledger", "weights")  # commands that take --config and --set and no more
 
 
@@ -220,6 +222,33 @@ def test_a_reader_that_goes_away_is_no_error(argv: list[str]) -> None:
         process.stdout.close()
         assert process.wait(30) == 0
         assert process.stderr.read() == b""
+
+
+def test_a_table_whose_reader_goes_away_is_no_error() -> None:
+    """rich handles a broken pipe itself, by ending the program with 1."""
+    command = [
+        sys.executable,
+        "-I",
+        "-m",
+        "anabranch.cli.main",
+        "delta",
+        "show",
+        str(GOLDEN / "delta.abdelta"),
+        "--all",
+    ]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("fds", [(1,), (2,), (1, 2)])
+def test_closed_outputs_do_not_fail_the_work(fds: tuple[int, ...]) -> None:
+    command = [sys.executable, "-I", "-m", "anabranch.cli.main", "delta", "show", str(GOLDEN / "delta.abdelta")]
+    closing = " ".join(f"{fd}>&-" for fd in fds)
+    done = subprocess.run(["sh", "-c", f'exec "$@" {closing}', "sh", *command], timeout=60, check=False)
+    assert done.returncode == 0
 
 
 def test_a_bug_is_70_with_its_traceback(monkeypatch, capsys) -> None:

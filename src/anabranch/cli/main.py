@@ -50,7 +50,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    try:
+        _open_missing_outputs()
+        return _main(build_parser().parse_args(argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _open_missing_outputs() -> None:
+    """Started with a closed stdout or stderr (`>&-`, some daemons), a program still does its work."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process is
+
+
+def _main(args: argparse.Namespace) -> int:
     from anabranch.schemas.errors import EXIT_INTERNAL, EXIT_TEMPORARY, AnabranchError
     from anabranch.transport.redact import redact_text
     from anabranch.transport.runtime import disk_full
@@ -62,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AnabranchError as error:
         print(f"anabranch {args.command}: {redact_text(str(error))}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the program so, with 1
+            return 0
+        raise
     except BrokenPipeError:  # the reader of our output has gone, e.g. `anabranch ... | head`
         _drop_output()
         return 0
