@@ -16,7 +16,7 @@ from anabranch.deploy.delta_stages import naming, read_stages
 from anabranch.deploy.delta_states import AbsentState, State, StoredState, after
 from anabranch.kernels.delta_codec import inspect_chunk
 from anabranch.kernels.workers import Workers
-from anabranch.schemas.errors import DeltaError
+from anabranch.schemas.errors import DeltaError, UsageError
 from anabranch.transport.checkpoint_files import first_difference
 from anabranch.transport.delta_file import DeltaFile
 
@@ -26,9 +26,12 @@ def verify(delta: DeltaFile, *, base: Path | None, result: Path | None, threads:
 
     Raises:
         DeltaError: something is wrong.
+        UsageError: a base for an anchor.
         OSError: a file cannot be read.
     """
     manifest = delta.header.manifest
+    if manifest.kind == "anchor" and base is not None:
+        raise UsageError(f"{delta.path} is an anchor, which has no base: leave --base out")
     found = [f"header: whole, {len(delta.header.layout.tensors)} tensors, codec {manifest.codec}"]
     _check_chunks(delta, threads)
     found.append(f"chunks: all {len(manifest.chunks)} have their digests and are well formed")

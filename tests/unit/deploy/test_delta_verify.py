@@ -15,7 +15,7 @@ from anabranch.deploy.delta_merge import merge
 from anabranch.deploy.delta_verify import verify
 from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.schemas.delta_file import DeltaHeader
-from anabranch.schemas.errors import DeltaError
+from anabranch.schemas.errors import DeltaError, UsageError
 from anabranch.schemas.layout import Layout
 from anabranch.transport.delta_file import DeltaFile, DeltaWriter
 from tests.checkpoints import random_state, save, step
@@ -80,6 +80,12 @@ def test_another_model_is_told(folder: Path) -> None:
     for which in ({"base": "other"}, {"result": "other"}):
         with pytest.raises(DeltaError, match="another model"):
             verified(folder, "d", **which)
+
+
+@pytest.mark.parametrize("base", ["old", "nobody"])
+def test_an_anchor_has_no_base_to_check(folder: Path, base: str) -> None:
+    with pytest.raises(UsageError, match=r"anchor is an anchor, which has no base: leave --base out"):
+        verified(folder, "anchor", base=base)
 
 
 def test_a_damaged_chunk_is_told(folder: Path) -> None:
