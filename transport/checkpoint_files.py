@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,13 +89,10 @@ def scan_checkpoint(path: Path, *, refuse: type[AnabranchError], half_applied: b
             dtype, tied tensors that differ, an interrupted apply.
         OSError: a file cannot be opened.
     """
-    if not half_applied and journal_path(path).exists():
-        raise refuse(
-            f"{path} is half changed: an `anabranch delta apply --in-place` was interrupted and left "
-            f"{journal_path(path).name}; run that command again"
-        )
     index = _index(path, refuse) if path.is_dir() else {}
     files = _shards(path, index, refuse) if path.is_dir() else [path]
+    if not half_applied:
+        _refuse_half_changed(path, files, refuse)
     places: dict[str, tuple[StoredTensor, ...]] = {}
     for file in files:
         for tensor in read_header(file, refuse=refuse):
@@ -204,6 +202,25 @@ def _index(folder: Path, refuse: type[AnabranchError]) -> dict[str, str]:
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise refuse(f"{folder / INDEX_FILE}: its weight_map does not map names to files")
     return index
+
+
+def _refuse_half_changed(path: Path, files: list[Path], refuse: type[AnabranchError]) -> None:
+    """A journal may be of any checkpoint that one of the files, where links lead to it, is a part of: the file alone or
+    its folder."""
+    suspects = [path]
+    for file in files:
+        real = Path(os.path.realpath(file))
+        suspects.append(real)
+        folder = real.parent
+        if journal_path(folder).exists() and real in _shards(folder, _index(folder, refuse), refuse):
+            suspects.append(folder)
+    for suspect in suspects:
+        journal = journal_path(suspect)
+        if journal.exists():
+            raise refuse(
+                f"{path} is half changed: an `anabranch delta apply --in-place` of {suspect} was interrupted and left "
+                f"{journal.name}; run that command again"
+            )
 
 
 def _shards(folder: Path, index: dict[str, str], refuse: type[AnabranchError]) -> list[Path]:
