@@ -1,17 +1,18 @@
 """`anabranch delta apply`: the checkpoint that a delta file makes of another, as a new one or in place.
 
 Invariant: a base with another digest is refused before a byte is written. A new checkpoint appears under its name after the
-result digest was found in what had been written. In place, everything is decoded and its digest checked first, then
+result digest was found in what had been written; it replaces a checkpoint only, and nothing that is or holds an input. In place, everything is decoded and its digest checked first, then
 journalled, then written; the same command after a kill at any point ends in the same bits. Held by
-tests/unit/deploy/test_delta_apply.py and tests/process/test_delta_in_place.py.
+tests/unit/deploy/test_delta_apply.py, tests/unit/deploy/test_delta_targets.py and tests/process/test_delta_in_place.py.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from anabranch.deploy.delta_diff import open_checkpoint
+from anabranch.deploy.delta_diff import open_checkpoint, refuse_pipes
 from anabranch.deploy.delta_jobs import Job, StateDigest, each_job, state_digest
 from anabranch.deploy.delta_journal import Journal, JournalOf, JournalWriter, changed_frames
 from anabranch.deploy.delta_progress import progress
@@ -19,8 +20,16 @@ from anabranch.deploy.delta_states import AbsentState, State, StoredState, after
 from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError, UsageError
-from anabranch.transport.aside import Aside, refuse_existing
-from anabranch.transport.checkpoint_files import CheckpointFiles, first_difference, journal_path, scan_checkpoint
+from anabranch.transport.aside import Aside, real_target, refuse_existing
+from anabranch.transport.checkpoint_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointFiles,
+    first_difference,
+    journal_path,
+    read_header,
+    scan_checkpoint,
+)
 from anabranch.transport.checkpoint_io import OpenCheckpoint
 from anabranch.transport.checkpoint_output import copy_form, single_file_form
 from anabranch.transport.delta_file import DeltaFile
@@ -41,17 +50,21 @@ def apply_to_new(old: Path | None, delta: DeltaFile, out: Path, *, force: bool, 
 
     Args:
         old: None for an anchor alone; `out` is one file then.
-        force: replace `out` if it exists.
+        out: a link is written through.
+        force: replace `out` if it is a checkpoint (or an empty file).
 
     Raises:
         DeltaError: another base or layout; a damaged file; the result is not what the delta says.
-        UsageError: `out` exists, or is inside `old`; a delta without `old`.
+        UsageError: `out` exists, is inside `old`, is or holds an input or the working directory, or is no checkpoint; a delta without `old`.
         OSError, TemporaryError: something cannot be read or written.
     """
     if old is None and delta.header.manifest.kind != "anchor":
         raise UsageError(f"{delta.path} is a delta: it applies to a checkpoint, which must be given before it")
     is_folder = old is not None and old.is_dir()
+    _refuse_loss(out, old, delta)
     refuse_existing(out, replace=force, folder=is_folder)
+    out = real_target(out)
+    _refuse_other_content(out)
     if old is not None and is_folder and old.resolve() in out.resolve().parents:
         raise UsageError(f"{out} is inside {old}, which it would be a copy of")
     if old is None:
@@ -69,9 +82,10 @@ def apply_in_place(old: Path, delta: DeltaFile, *, threads: int) -> Applied:
 
     Raises:
         DeltaError: as `apply_to_new`; an interrupted apply of another delta.
-        UsageError: a file of `old` has other names too, whose content would change as well.
+        UsageError: a file of `old` has other names too, whose content would change as well, or is a pipe or device.
         OSError, TemporaryError: something cannot be read or written.
     """
+    refuse_pipes(old)
     files = scan_checkpoint(old, refuse=DeltaError, half_applied=True)
     _refuse_shared(files)
     with OpenCheckpoint(files, refuse=DeltaError, writable=True) as checkpoint:
@@ -201,3 +215,33 @@ def _refuse_shared(files: CheckpointFiles) -> None:
                 f"{file} is a link, or has a second name, and what it leads to would change as well; "
                 "write a new checkpoint with -o instead"
             )
+
+
+def _refuse_loss(out: Path, old: Path | None, delta: DeltaFile) -> None:
+    """Raises UsageError if replacing `out` would take away an input, a file that one links to, or where we are."""
+    target = Path(os.path.realpath(out))
+    if old is not None and target == Path(os.path.realpath(old)):
+        raise UsageError(f"{out} is {old} itself; --in-place changes it")
+    inputs = [delta.path, *([old] if old is not None else []), *(old.iterdir() if old and old.is_dir() else ())]
+    for path in inputs:
+        # both by its name, which may be a link inside `out`, and by what that leads to
+        for place in (Path(os.path.realpath(path.parent)) / path.name, Path(os.path.realpath(path))):
+            if target == place:
+                raise UsageError(f"{out} is an input, {path}; name another place for the result")
+            if target in place.parents:
+                raise UsageError(f"{out} holds {path}, which is read; name another place for the result")
+    here = Path.cwd()
+    if target == here or target in here.parents:
+        raise UsageError(f"{out} is or holds the working directory; name another place for the result")
+
+
+def _refuse_other_content(out: Path) -> None:
+    """Raises UsageError if `out` exists and is something else than a checkpoint or an empty file."""
+    if out.is_dir():
+        if not (out / SINGLE_FILE).is_file() and not (out / INDEX_FILE).is_file():
+            raise UsageError(f"{out} exists and is not a checkpoint; remove it first if it may go")
+    elif out.exists() and out.stat().st_size:
+        try:
+            read_header(out, refuse=UsageError)
+        except UsageError as error:
+            raise UsageError(f"{error}; remove it first if it may go") from error

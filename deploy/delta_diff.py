@@ -12,13 +12,29 @@ from pathlib import Path
 from anabranch.deploy.delta_encode import Labels, WrittenDelta, write_delta
 from anabranch.deploy.delta_states import StoredState
 from anabranch.schemas.errors import DeltaError
-from anabranch.transport.checkpoint_files import first_difference, scan_checkpoint
+from anabranch.transport.aside import refuse_special
+from anabranch.transport.checkpoint_files import INDEX_FILE, first_difference, journal_path, scan_checkpoint
 from anabranch.transport.checkpoint_io import OpenCheckpoint
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Open `path` for reading. Raises DeltaError if it is no readable checkpoint, OSError if it is not there."""
+    """Open `path` for reading.
+
+    Raises:
+        DeltaError: it is no readable checkpoint.
+        UsageError: it, or a file of it, is a device, a pipe or a socket.
+        OSError: it is not there.
+    """
+    refuse_pipes(path)
     return OpenCheckpoint(scan_checkpoint(path, refuse=DeltaError), refuse=DeltaError)
+
+
+def refuse_pipes(path: Path) -> None:
+    """Raises UsageError if a file that a scan of the checkpoint at `path` would open is a pipe: opening it never ends."""
+    refuse_special(path)
+    refuse_special(journal_path(path))
+    for name in (INDEX_FILE, "config.json") if path.is_dir() else ():
+        refuse_special(path / name)
 
 
 def diff(old: Path | None, new: Path, out: Path, labels: Labels, *, threads: int) -> WrittenDelta:

@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,15 +34,16 @@ class Aside:
         folder: make a folder, else a file. Both are empty at the start.
 
     Raises:
-        UsageError: the folder that `target` should be in does not exist.
+        UsageError: the folder that `target` should be in does not exist; `target` is a device, a pipe or a socket.
         TemporaryError: another process makes the same target.
         OSError: it cannot be written there.
     """
 
     def __init__(self, target: Path, *, folder: bool = False) -> None:
-        if not target.name:
+        if target.name in ("", ".."):
             raise UsageError(f"{target} is no name for something new")
-        self.target = target
+        refuse_special(target)
+        self.target = target = real_target(target)
         self.path = target.with_name(f".{target.name}.part")
         self._folder = folder
         self._committed = False
@@ -127,12 +129,32 @@ class Aside:
             _remove(self.path)
 
 
+def real_target(path: Path) -> Path:
+    """`path`, or what it leads to if it is a link: writing that leaves the link as it is."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def refuse_special(path: Path) -> None:
+    """Raises UsageError if something is at `path`, after links, that is neither a regular file nor a folder."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        mode = 0
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise UsageError(f"{path} is not a regular file (a device, a pipe, a socket or a ring of links)")
+
+
 def refuse_existing(target: Path, *, replace: bool, folder: bool) -> None:
     """Raises UsageError if `target` exists and may not, or could not, be replaced by a file (or a `folder`)."""
     if not os.path.lexists(target):
         return
     if not replace:
         raise UsageError(f"{target} exists; --force replaces it")
+    refuse_special(target)
     if target.is_dir() != folder:
         raise UsageError(f"{target} is a {'folder' if target.is_dir() else 'file'}; remove it first")
 

@@ -22,7 +22,7 @@ import xxhash
 from anabranch.schemas.delta_file import MAGIC, PREFIX, DeltaHeader, frame_bytes
 from anabranch.schemas.errors import DeltaError, ManifestError, UsageError
 from anabranch.schemas.manifest import Chunk
-from anabranch.transport.aside import Aside
+from anabranch.transport.aside import Aside, refuse_special
 
 _AT_ONCE_BYTES = 2**30
 
@@ -32,15 +32,20 @@ class DeltaFile:
 
     Raises:
         DeltaError, ManifestError: it is no delta file, or damaged.
+        UsageError: it is a device, a pipe or a socket.
         OSError: it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        refuse_special(path)
+        # somebody may put a pipe there just now: without O_NONBLOCK opening it would wait for a writer
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if stat.S_ISDIR(os.fstat(self._fd).st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise UsageError(f"{path} is not a regular file")
             self.size_bytes = os.fstat(self._fd).st_size
             prefix = self._read(0, min(PREFIX.size, self.size_bytes))
             self.header_bytes = PREFIX.size + frame_bytes(prefix)
@@ -101,7 +106,7 @@ class DeltaWriter:
     An existing delta file is replaced; another file is not.
 
     Raises:
-        UsageError: `path` is something else than a delta file, or its folder does not exist.
+        UsageError: `path` is something else than a delta file (a link counts as what it leads to), or its folder does not exist.
         TemporaryError: another process writes to `path`.
         OSError: it cannot be written, for example because the disk is full.
     """
@@ -150,6 +155,7 @@ class DeltaWriter:
 
 
 def _refuse_other_files(path: Path) -> None:
+    refuse_special(path)
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name the delta file to write")
     if path.exists():

@@ -136,3 +136,31 @@ def test_a_dangling_link_counts_as_existing(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to("nowhere")
     with pytest.raises(UsageError, match="exists"):
         refuse_existing(tmp_path / "x", replace=False, folder=False)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_link_stays_and_its_target_is_made(tmp_path: Path, exists: bool) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "x").symlink_to("disk/real")
+    if exists:
+        (tmp_path / "disk" / "real").write_bytes(b"old")
+    with Aside(tmp_path / "x") as aside:
+        aside.path.write_bytes(b"new")
+        aside.commit(replace=True)
+    assert os.readlink(tmp_path / "x") == "disk/real"
+    assert (tmp_path / "disk" / "real").read_bytes() == b"new"
+    assert os.listdir(tmp_path / "disk") == ["real"]
+
+
+def test_a_pipe_or_a_ring_of_links_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "ring").symlink_to("ring")
+    for name in ("pipe", "ring"):
+        for folder in (False, True):
+            with (
+                pytest.raises(UsageError, match="not a regular file"),
+                Aside(tmp_path / name, folder=folder) as aside,
+            ):
+                aside.commit(replace=True)
+    assert sorted(os.listdir(tmp_path)) == ["pipe", "ring"]
+    assert (tmp_path / "pipe").is_fifo()

@@ -124,3 +124,20 @@ def test_two_writers_do_not_mix(tmp_path: Path) -> None:
         writer.add(CHUNKS)
         writer.finish(make(writer.chunks))
     assert os.listdir(tmp_path) == ["d"]
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for attempt in (DeltaFile, written):
+        with pytest.raises(UsageError, match="not a regular file"):
+            attempt(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("d")
+    written(written(tmp_path / "link"))
+    assert os.readlink(tmp_path / "link") == "d"
+    assert sorted(os.listdir(tmp_path)) == ["d", "link"]
