@@ -129,6 +129,8 @@ class DeltaHeader:
 
 def frame_bytes(prefix: bytes) -> int:
     """Size of the header frame that follows `prefix`. Raises DeltaError if these are not the first bytes of a delta."""
+    if len(prefix) < PREFIX.size and MAGIC.startswith(prefix[: len(MAGIC)]):
+        raise DeltaError(f"the file is cut short: {len(prefix)} bytes where {PREFIX.size} belong before its header")
     if len(prefix) != PREFIX.size or not prefix.startswith(MAGIC):
         raise DeltaError(f"not a delta file: it starts with {prefix[: len(MAGIC)]!r}, a delta file with {MAGIC!r}")
     return int(PREFIX.unpack(prefix)[1])

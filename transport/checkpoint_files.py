@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from anabranch.schemas.delta_file import MAGIC
 from anabranch.schemas.errors import AnabranchError
 from anabranch.schemas.layout import DTYPE_BYTES, Layout
-from anabranch.transport.files import read_json
 
 DTYPES = {
     "BF16": "bf16", "F16": "f16", "F32": "f32", "F64": "f64", "F8_E4M3": "f8_e4m3", "F8_E5M2": "f8_e5m2",
@@ -122,19 +121,24 @@ def read_header(file: Path, *, refuse: type[AnabranchError]) -> list[StoredTenso
             if stream.read(len(MAGIC)) == MAGIC:
                 raise ValueError("it is a delta file")
             stream.seek(0)
+            _check_size(size, LENGTH.size)
             (header_bytes,) = LENGTH.unpack(stream.read(LENGTH.size))
-            if header_bytes > min(size - LENGTH.size, _MAX_HEADER_BYTES):
+            if header_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {header_bytes} bytes")
+            _check_size(size, LENGTH.size + header_bytes)
             header = json.loads(stream.read(header_bytes))
+        if not isinstance(header, dict):
+            raise ValueError("its header is not a JSON object")
         header.pop("__metadata__", None)
         start = LENGTH.size + header_bytes
         tensors = [_stored(name, entry, file, start) for name, entry in header.items()]
         tensors.sort(key=lambda t: (t.offset_bytes, t.size_bytes))
         end = start
         for tensor in tensors:
-            if tensor.offset_bytes < end or tensor.offset_bytes + tensor.size_bytes > size:
-                raise ValueError(f"tensor {tensor.name!r} does not lie inside the file, or over another tensor")
+            if tensor.offset_bytes < end:
+                raise ValueError(f"tensor {tensor.name!r} lies over another tensor")
             end = tensor.offset_bytes + tensor.size_bytes
+        _check_size(size, end)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise refuse(f"{file} is not a readable safetensors file: {_words(error)}") from error
     return tensors
@@ -152,10 +156,14 @@ def first_difference(ours: Layout, theirs: Layout, *, here: str, there: str) -> 
 
 
 def read_object(path: Path, *, refuse: type[AnabranchError]) -> dict[str, Any]:
-    """The JSON object in `path`, or {} if there is no such file. Raises `refuse` if it is damaged."""
+    """The JSON object in `path`, or {} if there is no such file. Raises `refuse` if it is damaged, OSError if
+    it cannot be opened."""
     if not path.exists():
         return {}
-    value = read_json(path, refuse=refuse)
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise refuse(f"{path} is not a JSON object")
     return value
@@ -178,12 +186,19 @@ def single_file_header(layout: Layout) -> bytes:
     return LENGTH.pack(len(text)) + text
 
 
+def _check_size(size: int, least: int) -> None:
+    if size < least:
+        raise ValueError(f"it is cut short: {size} bytes where {least} belong")
+
+
 def _words(error: Exception) -> str:
     """A ValueError is our own, or JSON's; the others say little without their name."""
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
-def _stored(name: str, entry: dict[str, Any], file: Path, start: int) -> StoredTensor:
+def _stored(name: str, entry: Any, file: Path, start: int) -> StoredTensor:
+    if not isinstance(entry, dict):
+        raise ValueError(f"tensor {name!r} is not described by a JSON object")
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if entry["dtype"] not in DTYPES:

@@ -207,7 +207,7 @@ def test_more_values_than_a_reader_takes_are_not_written() -> None:
 
 
 def test_another_file_is_told_from_a_delta() -> None:
-    for other in (b"", b"PK", b"\x10\0\0\0\0\0\0\0{}" + bytes(20)):
+    for other in (b"PK", b"\x10\0\0\0\0\0\0\0{}" + bytes(20)):
         with pytest.raises(DeltaError, match="not a delta file"):
             frame_bytes(other)
 
@@ -215,3 +215,9 @@ def test_another_file_is_told_from_a_delta() -> None:
 def test_a_header_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         header().changed = ()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, PREFIX.size - 1])
+def test_a_file_shorter_than_the_prefix_is_told_so(size: int) -> None:
+    with pytest.raises(DeltaError, match=f"cut short: {size} bytes where {PREFIX.size} belong before its header"):
+        frame_bytes(header().pack()[:size])
