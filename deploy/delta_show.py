@@ -74,7 +74,8 @@ def describe(delta: DeltaFile, *, threads: int) -> dict[str, Any]:
         "chunks_by_kind": kinds,
         "density": changed / manifest.total_elements if manifest.total_elements else 0.0,
         "bytes_per_change": delta.size_bytes / changed if changed else None,
-        "unit_step_share": units / sparse if sparse else None,
+        "unit_step_share": units / sparse if sparse else None,  # of `sparse_changes`: dense chunks do not tell
+        "sparse_changes": sparse,
         "changed_tensors": sum(1 for row in rows if row.changed),
         "tensors": [{**asdict(row), "density": row.density} for row in rows],
     }
@@ -106,8 +107,15 @@ def summary(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("changed", ("everything" if anchor else change + (", added up over the stages" if about["stages"] > 1 else ""))
                     + f", in {about['changed_tensors']} tensors"),
         ("bytes per change", "-" if each is None else f"{each:.3f}"),
-        ("steps of one", "-" if about["unit_step_share"] is None else f"{about['unit_step_share']:.2%}"),
+        ("steps of one", _unit_steps(about)),
     ]  # fmt: skip
+
+
+def _unit_steps(about: dict[str, Any]) -> str:
+    share, of = about["unit_step_share"], about["sparse_changes"]
+    if share is None:
+        return "-"
+    return f"{share:.2%}" + (f" of {of:,} changes in sparse chunks" if of < about["changed_elements"] else "")
 
 
 def printable(text: str) -> str:
@@ -116,11 +124,22 @@ def printable(text: str) -> str:
 
 
 def rows_to_show(about: dict[str, Any], *, every: bool) -> tuple[str, list[Row]]:
-    """What a row of the table is, "tensor" or "layer", and the rows; layers when there are very many tensors."""
+    """What a row of the table is, "tensor" or "layer", and the rows; layers when there are very many tensors.
+
+    In the order of their names, numbers in them by value: layers.2 before layers.10.
+    """
     rows = [Row(**{key: value for key, value in row.items() if key != "density"}) for row in about["tensors"]]
+    rows.sort(key=lambda row: _by_numbers(row.name))
     if every or len(rows) <= MANY_TENSORS:
         return "tensor", rows
     return "layer", list(_by_layer(rows))
+
+
+def _by_numbers(name: str) -> list[Any]:
+    """Text and numbers in turn. A number by its length and digits: `int` refuses very long ones."""
+    parts: list[Any] = re.split("([0-9]+)", name)
+    parts[1::2] = [(len(digits), digits) for digits in (part.lstrip("0") for part in parts[1::2])]
+    return parts
 
 
 def _by_layer(rows: Iterable[Row]) -> Iterable[Row]:

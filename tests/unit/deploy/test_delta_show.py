@@ -68,7 +68,20 @@ def test_the_share_of_steps_of_one_is_counted(tmp_path: Path) -> None:
     bits[30:40] += 5
     about = described(tmp_path, old, {"a": bits.view(torch.bfloat16)})
     assert about["unit_step_share"] == pytest.approx(0.75)
-    assert about["changed_elements"] == 40
+    assert about["changed_elements"] == about["sparse_changes"] == 40
+    assert "steps of one 75.00%\n" in text_of(about)
+
+
+def test_the_share_of_steps_of_one_says_what_it_is_of(tmp_path: Path) -> None:
+    """Dense chunks do not tell by how much an element changes."""
+    old = {"a": torch.zeros(4000).bfloat16(), "b": torch.zeros(4000)}
+    bits = torch.zeros(4000, dtype=torch.int16)
+    bits[:40] = 1
+    about = described(tmp_path, old, {"a": bits.view(torch.bfloat16), "b": torch.randn(4000)})
+    assert set(about["chunks_by_kind"]) == {"sparse", "dense"}
+    assert about["changed_elements"] > 4000
+    assert (about["unit_step_share"], about["sparse_changes"]) == (1.0, 40)
+    assert "steps of one 100.00% of 40 changes in sparse chunks\n" in text_of(about)
 
 
 def test_it_is_shown_in_words(tmp_path: Path) -> None:
@@ -124,15 +137,27 @@ def test_layers_of_a_model_with_very_many_tensors(tmp_path: Path) -> None:
     assert "model.layers.1.experts.19.w" in text_of(about, every=True)
 
 
+def test_rows_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    old = {f"layers.{i}.w{j}": torch.zeros(2).bfloat16() for i in (0, 1, 2, 10, 11) for j in range(9)}
+    old |= {f"{'9' * 5000}.v": torch.zeros(2).bfloat16(), "layers.x": torch.zeros(2).bfloat16()}
+    old["layers.\u00b2.w"] = torch.zeros(2).bfloat16()  # a digit that is no number
+    about = described(tmp_path, old, step(old))
+    names = [row.name for row in rows_to_show(about, every=False)[1]]
+    assert names[1:6] == [f"layers.{i}" for i in (0, 1, 2, 10, 11)]
+    names = [row.name for row in rows_to_show(about, every=True)[1]]
+    assert names.index("layers.2.w8") < names.index("layers.10.w0")
+
+
 def test_a_name_is_shown_as_it_is_and_commands_nothing(tmp_path: Path) -> None:
     """Neither rich's markup nor what a terminal obeys."""
     hostile = {"w[/bold].x": "w[/bold].x", "[red]v": "[red]v", "\x1b[2Jgone\n": "\\x1b[2Jgone\\n"}
     old = {name: torch.zeros(9).bfloat16() for name in hostile}
     about = described(tmp_path, old, step(old))
-    about["run"] = "\x1b[31mr"
+    about["run"] = "\x1b[31mr\n\rversion\u202e\x9b"
     shown = text_of(about)
     assert all(f"\n{name} " in shown for name in hostile.values())
-    assert "\x1b" not in shown
+    assert "run \\x1b[31mr\\n\\rversion\\u202e\\x9b, epoch 3\n" in shown
+    assert not set("\x1b\r\u202e\x9b") & set(shown)
     many = {f"[/b]\x07.{i}.w": torch.zeros(2).bfloat16() for i in range(50)}
     (tmp_path / "many").mkdir()
     assert "[/b]\\x07.7 " in text_of(described(tmp_path / "many", many, step(many)))
