@@ -91,9 +91,9 @@ def bench_pair(prefix: str, effort: Effort, *, peers: bool, snapshot: bool, scan
     with `scan` finding the changes alone.
 
     Raises:
-        UsageError: the pair cannot be read, or a package that `peers` needs is not installed.
+        UsageError: the pair cannot be read, nothing changed in it, or a package that `peers` needs is not installed.
         DeltaError: the pair does not fit together.
-        AnabranchError: nothing changed in it, or a format is not exact.
+        AnabranchError: a format is not exact.
     """
     pair = load_pair(prefix)
     busy = busy_elsewhere()
@@ -151,11 +151,12 @@ def bench_deltas(pair: Pair, formats: Sequence[Format], effort: Effort, tell: Te
     """One row per format and thread count.
 
     Raises:
-        AnabranchError: the pair does not differ, so that there is nothing to count bytes by; or a format is not exact.
+        UsageError: the pair does not differ, so that there is nothing to count bytes by.
+        AnabranchError: a format is not exact.
     """
     changed = pair.changed_elements()
     if not changed:
-        raise AnabranchError(f"nothing changed in {pair.name}: bytes per change are not defined")
+        raise UsageError(f"nothing changed in {pair.name}: bytes per change are not defined")
     return _rows(pair, formats, effort, tell, changed)
 
 

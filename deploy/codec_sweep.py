@@ -22,7 +22,7 @@ from rich.table import Table
 from anabranch.kernels.delta_codec import apply_changes, decode, encode_delta
 from anabranch.kernels.delta_dtypes import CLASSES, FORMS, BitForm, Bits, from_ordered, to_ordered
 from anabranch.kernels.workers import Workers
-from anabranch.schemas.errors import AnabranchError
+from anabranch.schemas.errors import AnabranchError, UsageError
 from anabranch.schemas.layout import Layout
 
 DENSITIES = (0.0005, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5)
@@ -49,7 +49,14 @@ class Row:
 
 
 def sweep(what: str, *, repeats: int = 3, max_elements: int = ELEMENTS[-1]) -> Iterator[Row]:
-    """Rows of one sweep, as they are measured: "density", "size" or "dtype". `max_elements` leaves larger states out."""
+    """Rows of one sweep, as they are measured: "density", "size" or "dtype". `max_elements` leaves larger states out.
+
+    Raises:
+        UsageError: `max_elements` leaves nothing, or states so small that nothing changes.
+        AnabranchError: a step was not decoded exactly.
+    """
+    if what == "size" and max_elements < ELEMENTS[0]:
+        raise UsageError(f"--max-elements {max_elements} leaves nothing of the sweep, which begins at {ELEMENTS[0]:,}")
     if what == "density":
         for density in DENSITIES:
             yield _measure(what, "bf16", min(DEFAULT_ELEMENTS, max_elements), density, repeats)
@@ -109,6 +116,8 @@ def _measure(what: str, dtype: str, elements: int, density: float, repeats: int)
     layout, base, new = synthetic_step(dtype, elements, density)
     threads = len(os.sched_getaffinity(0))
     changed = sum(int(np.count_nonzero(base[name] != new[name])) for name in base)
+    if not changed:
+        raise UsageError(f"--max-elements {elements} is too few: nothing of them changes at a density of {density:.2%}")
     with Workers(threads) as workers:
         encoded, encode_s = _timed(repeats, lambda: encode_delta(layout, base, new, workers))
         changes, decode_s = _timed(repeats, lambda: decode(layout, encoded.chunks, base, workers))

@@ -18,7 +18,7 @@ from anabranch.deploy.bench_codec import Effort, bench_deltas, busy_elsewhere, m
 from anabranch.deploy.codec_pair import load_pair
 from anabranch.deploy.codec_peers import Format, IndexValue, peers
 from anabranch.kernels.workers import Workers
-from anabranch.schemas.errors import AnabranchError
+from anabranch.schemas.errors import AnabranchError, UsageError
 from tests.unit.deploy.step_pairs import CHANGED, Array, write, write_pair
 
 QUICK = Effort(repeats=1, budget_s=1.0)
@@ -32,7 +32,7 @@ def prefix(tmp_path: Path) -> str:
 
 def test_a_pair_without_a_change_has_no_bytes_per_change(prefix: str) -> None:
     write(Path(prefix + ".change.safetensors"), {})
-    with pytest.raises(AnabranchError, match=r"nothing changed in step\.1"):
+    with pytest.raises(UsageError, match=r"nothing changed in step\.1"):
         bench_deltas(load_pair(prefix), peers(), QUICK, lambda _: None)
 
 

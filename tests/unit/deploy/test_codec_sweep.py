@@ -11,6 +11,7 @@ import pytest
 from anabranch.cli.main import main
 from anabranch.deploy.codec_sweep import DENSITIES, DTYPES, TENSOR_ELEMENTS, sweep, synthetic_step
 from anabranch.kernels.delta_dtypes import FORMS, to_ordered
+from anabranch.schemas.errors import UsageError
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,6 +49,12 @@ def test_sweeps(what: str, count: int) -> None:
     if what == "density":
         costs = [row.bytes_per_change for row in rows]
         assert costs == sorted(costs, reverse=True)  # rarer changes cost more each
+
+
+@pytest.mark.parametrize("what", ["density", "size", "dtype"])
+def test_a_limit_that_leaves_nothing_to_measure_is_a_usage_error(what: str) -> None:
+    with pytest.raises(UsageError, match="--max-elements 10 "):
+        list(sweep(what, repeats=1, max_elements=10))
 
 
 def test_a_sweep_is_drawn_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
