@@ -101,7 +101,13 @@ def produce(config: RunConfig, region: str) -> int:
         started = time.monotonic()
         engine = RolloutEngine(config.model.path, config.producer, config.sampling, seed=config.run.seed)
         log.info("engine loaded", seconds=round(time.monotonic() - started, 1), producer=producer)
-        follower = WeightFollower(weights_hub.channel, mirror, run=config.run.name, poll_ms=config.producer.poll_ms)
+        follower = WeightFollower(
+            weights_hub.channel,
+            mirror,
+            run=config.run.name,
+            poll_ms=config.producer.poll_ms,
+            codec_threads=config.channel.codec_threads,
+        )
         outbox = Outbox(stream, producer, region=region, deadline_s=config.producer.append_deadline_s)
         link = HubLink(
             hub.permits,
