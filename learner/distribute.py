@@ -46,6 +46,13 @@ def init_ranks(rank: int, world_size: int, *, device: str, deadline_s: float) ->
         dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size, timeout=timeout)
 
 
+def leave_ranks() -> None:
+    """Leave the process group of several ranks, before the process ends: gloo's threads are joined then. A process that ends
+    with them running can die of it ("terminate called without an active exception", exit code 134)."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.destroy_process_group()
+
+
 def broadcast_bytes(data: bytes | None) -> bytes:
     """`data` of rank 0, on every rank (the others pass None). Collective; ends at the process group's deadline."""
     size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)

@@ -15,7 +15,7 @@ import structlog
 from anabranch.consumers.reader import Reader
 from anabranch.learner.checkpoint import CheckpointStore
 from anabranch.learner.collective import CollectiveEngine, follow
-from anabranch.learner.distribute import rank_from_environment
+from anabranch.learner.distribute import leave_ranks, rank_from_environment
 from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.feed import Feed
 from anabranch.learner.launch import launch_ranks
@@ -58,12 +58,14 @@ def learn(config: RunConfig) -> int:
         )
         if rank:
             follow(engine)
+            leave_ranks()
             return 0
         collective = CollectiveEngine(engine, world_size=world_size)
         try:
             return _lead(config, collective, stop, heartbeat)
         finally:
             collective.stop()
+            leave_ranks()
 
     return run_service(main)
 

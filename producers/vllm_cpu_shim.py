@@ -25,6 +25,7 @@ import torch
 from anabranch.schemas.errors import ConfigError, ModelMismatchError
 
 WRITTEN_FOR = "0.32"
+LINEAR = torch.nn.functional.linear  # as it was at first: DeepSpeed's ZeRO-3 replaces the attribute where it runs
 _ADVICE = "the CPU shim of producers/vllm_cpu_shim.py must be revised for it"
 
 
@@ -62,9 +63,9 @@ def batched_tokens(max_num_seqs: int, max_model_len: int) -> int:
 def check_unpacked(model: torch.nn.Module) -> None:
     """Raises ModelMismatchError if a layer of the loaded `model` computes with anything but its live weight."""
     for name, module in model.named_modules():
-        if getattr(module, "cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear:
+        if getattr(module, "cpu_linear", LINEAR) is not LINEAR:
             raise ModelMismatchError(f"layer {name!r} computes with a packed copy of its weight; {_ADVICE}")
 
 
 def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
-    setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  vLLM calls it with (x, layer.weight, bias)
+    setattr(layer, "cpu_linear", LINEAR)  # noqa: B010  vLLM calls it with (x, layer.weight, bias)

@@ -25,8 +25,11 @@ def main(job_file: str) -> None:
             sys.exit(75)
         time.sleep(300)
     else:
+        from anabranch.learner.distribute import leave_ranks
+
         for run in job["runs"]:
             train(Path(job["model"]), **run)
+        leave_ranks()
 
 
 def train(model: Path, out: str, learner: dict[str, Any], batches: list[str], save_at: int | None = None) -> None:
