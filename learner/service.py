@@ -58,16 +58,17 @@ def learn(config: RunConfig) -> int:
         )
         if rank:
             follow(engine)
-            leave_ranks()
             return 0
         collective = CollectiveEngine(engine, world_size=world_size)
         try:
             return _lead(config, collective, stop, heartbeat)
         finally:
             collective.stop()
-            leave_ranks()
 
-    return run_service(main)
+    code = run_service(main)
+    if world_size > 1:
+        leave_ranks(code)
+    return code
 
 
 def write_resolved(directory: Path, config: RunConfig) -> None:

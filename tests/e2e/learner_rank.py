@@ -29,7 +29,7 @@ def main(job_file: str) -> None:
 
         for run in job["runs"]:
             train(Path(job["model"]), **run)
-        leave_ranks()
+        leave_ranks(0)
 
 
 def train(model: Path, out: str, learner: dict[str, Any], batches: list[str], save_at: int | None = None) -> None:
