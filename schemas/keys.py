@@ -8,11 +8,16 @@ Region Redis (trajectories):
 Hub Redis (weights, permits, status):
     ab:{run}:epoch             string   newest epoch opened (INCR)
     ab:{run}:head              string   JSON {epoch, version}: newest committed manifest
-    ab:{run}:manifest:E:V:KIND string   JSON manifest
+    ab:{run}:manifest:E:V:LABEL string  JSON manifest; LABEL is anchor, delta, fork, skip2, skip4, ...
     ab:{run}:layout:HASH       string   JSON layout
     ab:{run}:blob:DIGEST       string   payload chunk
     ab:{run}:blobrefs          hash     DIGEST -> manifests that name it
-    ab:{run}:versions          zset     "E:V:KIND" by commit order (score E·2^32 + V), for retention
+    ab:{run}:garbage           zset     DIGEST -> when it may be deleted from the object store (Unix ms)
+    ab:{run}:index             zset     entries of schemas/weight_index.py, score E·2^32 + V
+    ab:{run}:share:E:V:LABEL   hash     rank -> what that rank has stored of a manifest (expires)
+    ab:{run}:wleases           hash     holder -> "E:V" it may still need
+    ab:{run}:wleases_until     zset     holder -> expiry of that lease (Unix ms, the hub's clock)
+    ab:{run}:pins              hash     "E:V" -> note
     ab:{run}:permits           hash     next, limit, batch, max_age, total, epoch, version
     ab:{run}:leases            zset     group index -> lease expiry (Unix ms)
     ab:{run}:holders           hash     group index -> producer whose lease it is
@@ -66,8 +71,8 @@ class Keys:
     def head(self) -> str:
         return self._key("head")
 
-    def manifest(self, epoch: int, version: int, kind: str) -> str:
-        return self._key("manifest", epoch, version, kind)
+    def manifest(self, epoch: int, version: int, label: str) -> str:
+        return self._key("manifest", epoch, version, label)
 
     @property
     def manifest_prefix(self) -> str:
@@ -77,15 +82,34 @@ class Keys:
     def blob_references(self) -> str:
         return self._key("blobrefs")
 
+    @property
+    def garbage(self) -> str:
+        return self._key("garbage")
+
+    @property
+    def weight_index(self) -> str:
+        return self._key("index")
+
+    def share(self, epoch: int, version: int, label: str) -> str:
+        return self._key("share", epoch, version, label)
+
+    @property
+    def weight_leases(self) -> str:
+        return self._key("wleases")
+
+    @property
+    def weight_leases_until(self) -> str:
+        return self._key("wleases_until")
+
+    @property
+    def pins(self) -> str:
+        return self._key("pins")
+
     def layout(self, layout_hash: str) -> str:
         return self._key("layout", layout_hash)
 
     def blob(self, digest: str) -> str:
         return self._key("blob", digest)
-
-    @property
-    def versions(self) -> str:
-        return self._key("versions")
 
     @property
     def permits(self) -> str:

@@ -9,6 +9,7 @@ from anabranch.schemas.config.models import (
     ProducerSection,
     RecorderSection,
     RedisSection,
+    RegionSection,
     RunConfig,
     RunSection,
     SamplingSection,
@@ -18,6 +19,6 @@ from anabranch.schemas.config.models import (
 
 __all__ = [
     "ENV_PREFIX", "ChannelSection", "CorrectionSection", "LearnerSection", "ModelSection", "ProducerSection",
-    "RecorderSection", "RedisSection", "RunConfig", "RunSection", "SamplingSection", "StreamSection", "TaskSection",
+    "RecorderSection", "RedisSection", "RegionSection", "RunConfig", "RunSection", "SamplingSection", "StreamSection", "TaskSection",
     "dump_json", "dump_toml", "load_config",
 ]  # fmt: skip

@@ -52,9 +52,26 @@ class RedisSection(Section):
     @field_validator("url")
     @classmethod
     def _known_scheme(cls, url: str) -> str:
-        if not url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError(f"{redact_url(url)!r} is not a redis://, rediss:// or unix:// URL")
-        return url
+        return _redis_url(url)
+
+
+class RegionSection(RedisSection):
+    weights_url: str | None = Field(
+        None,
+        description="Redis from which this region's producers read weights: a replica of the hub nearby; "
+        "default: the hub itself",
+    )
+
+    @field_validator("weights_url")
+    @classmethod
+    def _known_weights_scheme(cls, url: str | None) -> str | None:
+        return None if url is None else _redis_url(url)
+
+
+def _redis_url(url: str) -> str:
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError(f"{redact_url(url)!r} is not a redis://, rediss:// or unix:// URL")
+    return url
 
 
 class TaskSection(Section):
@@ -122,8 +139,16 @@ class ProducerSection(Section):
     kv_cache_bytes: int = Field(64 * 2**20, ge=2**20, description="CPU and GPU: KV cache size in bytes; set explicitly")
     groups_in_flight: int = Field(8, ge=1, description="groups sampled at once; also the size of a permit block")
     poll_ms: int = Field(50, ge=1, description="how often the weight channel's head is polled")
-    kv_policy: Literal["keep", "recompute"] = Field(
-        "keep", description="what happens to running requests' KV at a swap"
+    kv_policy: Literal["keep", "recompute", "new_requests_only"] = Field(
+        "keep",
+        description="running requests at a swap: keep their KV, recompute it, or end under the old weights first "
+        "(new_requests_only: the swap waits for them)",
+    )
+    node_dir: Path | None = Field(
+        None,
+        strict=False,
+        description="where producers of one node find each other, to share one copy of the weights; "
+        "default: /dev/shm/anabranch-UID",
     )
     permit_lease_ms: int = Field(60_000, ge=1_000, description="a permit not settled by then goes to somebody else")
     rollout_deadline_s: float = Field(300.0, gt=0)
@@ -223,16 +248,72 @@ class LearnerSection(Section):
 
 
 class ChannelSection(Section):
+    blobs: str = Field(
+        "redis",
+        description="where weight chunks are kept: redis (the hub), or s3://BUCKET/PREFIX, gs://, az://, file:///DIR; "
+        "credentials come from the environment (AWS_ACCESS_KEY_ID, ...), never from here",
+    )
+    blob_options: dict[str, str] = Field(
+        default_factory=dict, description="options of the object store, e.g. endpoint, region, allow_http"
+    )
+    region_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="keep chunks of an object store in the region's Redis, up to so many bytes, so that they cross the "
+        "WAN once for all its producers; 0: off",
+    )
     codec_threads: int = Field(
         2, ge=1, le=256, description="threads of the delta codec, in the learner and in producers"
     )
-    anchor_every: int = Field(
-        50, ge=1, description="a full snapshot every N versions, so that a late joiner needs few deltas"
+    fetch_threads: int = Field(8, ge=1, le=256, description="chunks fetched at once by a follower")
+    skip_levels: int = Field(
+        10,
+        ge=0,
+        le=20,
+        description="merged deltas over 2, 4, ... 2^N versions are published in the background; 0: none",
     )
-    keep_versions: int = Field(
-        200, ge=2, description="versions kept on the channel behind the head (and back to the newest anchor)"
+    skip_memory_bytes: int = Field(
+        2 * 2**30,
+        ge=0,
+        description="memory of a learner rank for making skip deltas; longer skips are left out above it",
+    )
+    retain_bytes: int = Field(
+        4 * 2**30,
+        ge=0,
+        description="bytes of weights on the channel above which those that no follower can need are dropped",
+    )
+    lease_ms: int = Field(
+        120_000, ge=1_000, description="a follower that has not reported for so long may find its versions dropped"
+    )
+    signing_key_file: Path | None = Field(
+        None, strict=False, description="learner: Ed25519 private key (PEM) that signs manifests"
+    )
+    trusted_keys: tuple[str, ...] = Field(
+        (), description="producers: Ed25519 public keys (hex); if any, manifests must be signed by one of them"
     )
     connect_deadline_s: float = Field(60.0, gt=0)
+
+    @field_validator("trusted_keys", mode="before")
+    @classmethod
+    def _keys(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("trusted_keys")
+    @classmethod
+    def _hex_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        for key in keys:
+            if not re.fullmatch(r"[0-9a-f]{64}", key):
+                raise ValueError(
+                    f"{key[:80]!r} is not an Ed25519 public key (64 hex digits; see anabranch weights keygen)"
+                )
+        return keys
+
+    @field_validator("blobs")
+    @classmethod
+    def _known_store(cls, blobs: str) -> str:
+        if blobs != "redis" and not re.match(r"(s3|gs|az|file)://.", blobs):
+            raise ValueError(f"{redact_url(blobs)!r} is neither redis nor an s3://, gs://, az:// or file:// URL")
+        return blobs
 
 
 class StreamSection(Section):
@@ -260,7 +341,7 @@ class RunConfig(Section):
     run: RunSection = Field(default_factory=RunSection)
     model: ModelSection = Field(default_factory=ModelSection)
     hub: RedisSection = Field(default_factory=RedisSection)
-    regions: dict[str, RedisSection] = Field(default_factory=lambda: {"local": RedisSection()})
+    regions: dict[str, RegionSection] = Field(default_factory=lambda: {"local": RegionSection()})
     task: TaskSection = Field(default_factory=TaskSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
     producer: ProducerSection = Field(default_factory=ProducerSection)
