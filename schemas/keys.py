@@ -29,6 +29,7 @@ Hub Redis (weights, permits, status):
     ab:{run}:producers         hash     producer id -> JSON status (region, version served, tokens/s, ...)
     ab:{run}:producers_seen    zset     producer id -> last report (Unix ms, the hub's clock)
     ab:{run}:learner           string   JSON status
+    ab:{run}:verify            string   token: every producer is to compute its live digest (expires)
     ab:{run}:run               hash     finished (reason) — producers and recorder end when it is set
 """
 
@@ -153,6 +154,10 @@ class Keys:
     @property
     def learner(self) -> str:
         return self._key("learner")
+
+    @property
+    def verification(self) -> str:
+        return self._key("verify")
 
     @property
     def run_state(self) -> str:

@@ -114,3 +114,7 @@ class ProducerStatus(BaseModel):
     )
     waiting_for: str = ""
     last_error: str = ""
+    verified_token: str = Field(default="", description="the request (RunBoard.request_verification) last answered")
+    verified_policy: str = Field(default="", description="tag of the version the engine served when it was verified")
+    verified_digest: str = Field(default="", description="root digest of the live engine's weights, hex")
+    verify_error: str = Field(default="", description="why the digest could not be computed; '' if it was")

@@ -2,7 +2,7 @@
 
 Invariant: a board is never waited on by the side that writes. A run is finished once and stays so until a learner
 starts it again; an evaluation shard has one holder at a time and one result, and a dead holder's shard goes to
-another when its lease expires. Held by tests/contract/test_boards.py.
+another when its lease expires. A request to verify ends by itself. Held by tests/contract/test_boards.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from anabranch.schemas.metrics import LearnerStatus, ProducerStatus
 from anabranch.schemas.versions import PolicyVersion
 
 STALE_AFTER_MS = 30_000
+VERIFY_WITHIN_MS = 600_000  # a producer that starts later has nothing to verify
 
 
 class RunBoard(Protocol):
@@ -43,6 +44,15 @@ class RunBoard(Protocol):
 
     def drop_stale_producers(self, *, older_ms: int = STALE_AFTER_MS) -> list[str]:
         """Forget the producers that have not reported for `older_ms`; returns their ids, sorted."""
+        ...
+
+    def request_verification(self, *, ttl_ms: int = VERIFY_WITHIN_MS) -> str:
+        """Ask every producer to compute the digest of the weights that its engine serves. Returns the request's token,
+        which a producer's status answers with `verified_token`; a later request replaces this one."""
+        ...
+
+    def verification_wanted(self) -> str | None:
+        """The token of the request that stands, None if there is none or its time is over."""
         ...
 
 

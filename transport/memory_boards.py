@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from anabranch.schemas.metrics import LearnerStatus, ProducerStatus
 from anabranch.schemas.versions import PolicyVersion
-from anabranch.transport.boards import STALE_AFTER_MS
+from anabranch.transport.boards import STALE_AFTER_MS, VERIFY_WITHIN_MS
 
 ClockMs = Callable[[], float]
 
@@ -27,6 +28,7 @@ class MemoryRunBoard:
         self._finished: str | None = None
         self._learner: LearnerStatus | None = None
         self._producers: dict[str, tuple[float, ProducerStatus]] = {}
+        self._verification = ("", 0.0)  # token, when its time is over
 
     def start(self) -> None:
         with self._lock:
@@ -62,6 +64,15 @@ class MemoryRunBoard:
             for name in gone:
                 del self._producers[name]
             return gone
+
+    def request_verification(self, *, ttl_ms: int = VERIFY_WITHIN_MS) -> str:
+        token = secrets.token_hex(8)
+        self._verification = token, self._clock_ms() + ttl_ms
+        return token
+
+    def verification_wanted(self) -> str | None:
+        token, until_ms = self._verification
+        return token if token and self._clock_ms() < until_ms else None
 
 
 @dataclass(slots=True)

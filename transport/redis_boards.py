@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from anabranch.schemas.keys import Keys
 from anabranch.schemas.metrics import LearnerStatus, ProducerStatus
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport import scripts
-from anabranch.transport.boards import STALE_AFTER_MS
+from anabranch.transport.boards import STALE_AFTER_MS, VERIFY_WITHIN_MS
 from anabranch.transport.redis_client import Guard
 
 
@@ -57,6 +58,15 @@ class RedisRunBoard:
 
     def drop_stale_producers(self, *, older_ms: int = STALE_AFTER_MS) -> list[str]:
         return sorted(name.decode() for name in self._call_producers(older_ms, "drop"))
+
+    def request_verification(self, *, ttl_ms: int = VERIFY_WITHIN_MS) -> str:
+        token = secrets.token_hex(8)
+        self._guard.repeat(lambda: self._client.set(self._keys.verification, token, px=ttl_ms))
+        return token
+
+    def verification_wanted(self) -> str | None:
+        token: bytes | None = self._guard.repeat(lambda: self._client.get(self._keys.verification))
+        return None if token is None else token.decode()
 
     def _call_producers(self, ms: int, mode: str) -> list[bytes]:
         keys = [self._keys.producers, self._keys.producers_seen]

@@ -69,6 +69,16 @@ def test_producers_are_listed_until_they_fall_silent(run_board):
     assert set(run_board.producers()) == {"b"}
 
 
+def test_a_verification_is_wanted_until_its_time_is_over(run_board):
+    assert run_board.verification_wanted() is None
+    first = run_board.request_verification()
+    assert run_board.verification_wanted() == first
+    second = run_board.request_verification(ttl_ms=30)
+    assert second != first
+    time.sleep(0.05)
+    assert run_board.verification_wanted() is None
+
+
 def test_nothing_to_evaluate_until_it_is_requested(evaluations):
     assert evaluations.wanted() is None
     assert evaluations.take("p", POLICY, LONG_MS) is None
