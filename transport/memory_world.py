@@ -31,7 +31,7 @@ class MemoryWorld:
     ) -> None:
         self.run = run
         self.stores = {name: MemoryStreamStore(lambda: clock_ms() / 1000) for name in regions}
-        self.weights = MemoryWeightStore(run)
+        self.weights = MemoryWeightStore(run, clock_ms=clock_ms)
         self.permits = MemoryPermits(run, clock_ms=clock_ms)
         self.runs = MemoryRunBoard(clock_ms=clock_ms)
         self.evaluations = MemoryEvaluationBoard(clock_ms=clock_ms)

@@ -1,35 +1,44 @@
-"""The rules of the weight channel that do not depend on where it is kept: what is accepted, and what may go.
+"""The rules of the weight channel that do not depend on where it is kept: what is accepted, and what must stay.
 
-Invariant: bytes are handed on only if they match the name they were stored under. What retention keeps always begins
-with an anchor (or nothing goes), so a follower can still reach the head and every version that is kept.
-Held by tests/contract/test_weight_channel.py.
+Invariant: what is handed on is what its name says. While the entries of `needed` stay, a follower that has nothing can
+reach the head and every pinned version. Held by tests/contract/test_weight_channel.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator
 
-import xxhash
-
-from anabranch.schemas.errors import AnabranchError, ConfigError, DeltaError, ManifestError
+from anabranch.schemas.errors import AnabranchError, ConfigError, ManifestError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.weight_index import IndexEntry
+from anabranch.transport.weight_path import cheapest_path
 
-Committed = tuple[PolicyVersion, str]  # a version and the kind of one of its manifests
+
+def needed(
+    entries: Iterable[IndexEntry], head: PolicyVersion | None, pins: Collection[PolicyVersion]
+) -> set[IndexEntry]:
+    """Entries on the cheapest path from nothing to the head and to each pin."""
+    known = list(entries)
+    kept: set[IndexEntry] = set()
+    for goal in {*pins, *([] if head is None else [head])}:
+        kept.update(cheapest_path(known, None, goal) or ())
+    return kept
 
 
-def droppable(committed: Sequence[Committed], keep_versions: int) -> list[Committed]:
-    """Of all manifests, in commit order, those to drop: everything before the newest anchor at or below the line
-    `keep_versions` versions behind the newest."""
-    order = list(dict.fromkeys(policy for policy, _ in committed))
-    line = len(order) - 1 - keep_versions
-    if line <= 0:
-        return []
-    anchors = {policy for policy, kind in committed if kind == "anchor"}
-    first_kept = next((i for i in range(line, -1, -1) if order[i] in anchors), 0)
-    gone = set(order[:first_kept])
-    return [(policy, kind) for policy, kind in committed if policy in gone]
+def drop_batches(entries: Iterable[IndexEntry], *, chunks: int = 20_000) -> Iterator[list[IndexEntry]]:
+    """`entries` in pieces that do not hold a server up for long: few chunks, or a single entry."""
+    batch: list[IndexEntry] = []
+    size = 0
+    for entry in entries:
+        if batch and size + entry.chunks + 20 > chunks:
+            yield batch
+            batch, size = [], 0
+        batch.append(entry)
+        size += entry.chunks + 20
+    if batch:
+        yield batch
 
 
 def checked_layout(text: bytes | str, layout_hash: str) -> Layout:
@@ -40,13 +49,15 @@ def checked_layout(text: bytes | str, layout_hash: str) -> Layout:
     return layout
 
 
-def checked_blob(payload: bytes | None, digest: str) -> bytes:
-    """Raises DeltaError unless `payload` is there and has that xxh3-128."""
-    if payload is None:
-        raise DeltaError(f"chunk {digest} is not on the channel (dropped by retention, or never stored)")
-    if xxhash.xxh3_128_hexdigest(payload) != digest:
-        raise DeltaError(f"chunk {digest} was altered on the channel: its bytes have another digest")
-    return payload
+def checked_manifest(text: bytes | str, run: str, policy: PolicyVersion, label: str) -> Manifest:
+    """Raises ManifestError unless `text` is the manifest that it is stored as."""
+    manifest = Manifest.from_json(text)
+    if (manifest.run, manifest.policy, manifest.label) != (run, policy, label):
+        raise ManifestError(
+            f"what is stored as {label} {policy} of run {run!r} is {manifest.label} {manifest.policy} of run "
+            f"{manifest.run!r}: it was put there by somebody else"
+        )
+    return manifest
 
 
 def check_run(manifest: Manifest, run: str) -> None:
@@ -57,17 +68,19 @@ def check_run(manifest: Manifest, run: str) -> None:
 def refusal(manifest: Manifest, outcome: str, details: list[str]) -> AnabranchError:
     """The error for a commit that the channel refused. Two learners on one run are a ConfigError: a restart would open
     yet another epoch and fence the other one, for ever in turns."""
-    about = f"{manifest.kind} {manifest.policy} of run {manifest.run!r}"
-    if outcome == "stale":
-        return ConfigError(
-            f"{about} refused: the head is already at e{details[0]}.v{details[1]}, another learner works on this run; "
-            "run one learner per run name"
-        )
-    if outcome == "fenced":
-        return ConfigError(
-            f"{about} refused: another learner has opened epoch {details[0]}; this one must stop, run one learner per "
-            "run name"
-        )
-    if outcome == "differs":
-        return ManifestError(f"{about} refused: another manifest stands under that version and kind")
-    return ManifestError(f"{about} refused: {details[0]} is not on the channel; store it before the commit")
+    about = f"{manifest.label} {manifest.policy} of run {manifest.run!r} refused: "
+    base = f"its base {manifest.base.policy}" if manifest.base else "its base"
+    if outcome in ("stale", "fenced"):
+        done = f"the head is already at {details[0]}" if outcome == "stale" else f"epoch {details[0]} has been opened"
+        return ConfigError(f"{about}{done}: another learner works on this run and this one must stop; run one per run")
+    reasons = {
+        "differs": "another manifest stands under that version and label",
+        "passed": f"that version is not on the channel and the head is already at {details[0]}",
+        "unknown version": "that version is not on the channel (dropped by retention, or never published)",
+        "other result": f"that version is there with digest {details[0]}, not {manifest.result_digest}",
+        "no base": f"{base} is not on the channel (dropped by retention, or never published)",
+        "other base": f"{base} has digest {details[0]} there, not {manifest.base.digest if manifest.base else ''}",
+        "not the head": f"{base} is not the head, which is {details[0]}",
+        "missing": f"{details[0]} is not on the channel; store it before the commit",
+    }
+    return ManifestError(about + reasons[outcome])

@@ -1,36 +1,121 @@
--- Store a manifest and move the head to it, or refuse.
--- KEYS: head, opened epoch, versions, blob references, manifest, layout, blob...
--- ARGV: epoch, version, kind, manifest JSON, score in `versions`, digest...
--- Returns 'ok', or a refusal: {'stale', epoch, version} {'fenced', epoch} {'differs'} {'missing', what}
-local epoch, version = tonumber(ARGV[1]), tonumber(ARGV[2])
-local opened = tonumber(redis.call('GET', KEYS[2]) or '0')
-if opened > epoch then
-  return {'fenced', tostring(opened)}
+-- Store a manifest and its index entry; move the head to it if its version is new. Or refuse.
+-- KEYS: head, opened epoch, index, blob references, garbage, manifest, layout
+-- ARGV: epoch, version, kind, manifest JSON, index member, score, base's score ('' none), base's digest, base as in
+--       the head ('' none), head JSON, prefix of blob keys ('' when chunks are kept elsewhere), digests (64 characters
+--       each, one after the other; none twice)
+-- Returns {'ok'}, or a refusal and what it met: see weight_rules.refusal
+local epoch, version, kind, text, member, score = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local base_score, base_digest, base_head, new_head, prefix, digests = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
+local index, references, garbage = KEYS[3], KEYS[4], KEYS[5]
+local BATCH = 1000 -- arguments of one command: unpack has a limit of 8000
+
+local function digest_of(entry)
+  return string.match(entry, ':(%x+)$')
 end
-local head = redis.call('GET', KEYS[1])
-if head then
-  local now = cjson.decode(head)
-  if now.epoch > epoch or (now.epoch == epoch and now.version > version) then
-    return {'stale', tostring(now.epoch), tostring(now.version)}
+
+local function each_batch(act)
+  local count = #digests / 64
+  for first = 0, count - 1, BATCH do
+    local batch = {}
+    for i = first, math.min(first + BATCH, count) - 1 do
+      batch[#batch + 1] = string.sub(digests, 64 * i + 1, 64 * i + 64)
+    end
+    local refused = act(batch)
+    if refused then
+      return refused
+    end
   end
 end
-local existing = redis.call('GET', KEYS[5])
-if existing then
-  return existing == ARGV[4] and {'ok'} or {'differs'}
+
+local function named(batch)
+  local keys = {}
+  for i, digest in ipairs(batch) do
+    keys[i] = prefix .. digest
+  end
+  return keys
 end
-if redis.call('EXISTS', KEYS[6]) == 0 then
+
+-- A chunk outside of Redis was put through the channel, or is that of another manifest: the hub has heard of it.
+local function find_missing(batch)
+  if prefix ~= '' then
+    local keys = named(batch)
+    if redis.call('EXISTS', unpack(keys)) == #keys then
+      return
+    end
+    for i, key in ipairs(keys) do
+      if redis.call('EXISTS', key) == 0 then
+        return {'missing', 'chunk ' .. batch[i]}
+      end
+    end
+  else
+    local due = redis.call('ZMSCORE', garbage, unpack(batch))
+    for i, digest in ipairs(batch) do
+      if redis.call('HEXISTS', references, digest) == 0 and not (due[i] and tonumber(due[i]) > 0) then
+        return {'missing', 'chunk ' .. digest}
+      end
+    end
+  end
+end
+
+local opened = redis.call('GET', KEYS[2]) or '0'
+if tonumber(opened) > epoch then
+  return {'fenced', opened}
+end
+local head, shown = redis.call('GET', KEYS[1]), 'nothing'
+local now = head and cjson.decode(head)
+if now then
+  shown = string.format('e%d.v%d', now.epoch, now.version)
+  if now.epoch > epoch then
+    return {'stale', shown}
+  end
+end
+local existing = redis.call('GET', KEYS[6])
+if existing then
+  return existing == text and {'ok'} or {'differs', ''}
+end
+if base_score ~= '' then
+  local bases = redis.call('ZRANGEBYSCORE', index, base_score, base_score)
+  if #bases == 0 then
+    return {'no base', ''}
+  end
+  if digest_of(bases[1]) ~= base_digest then
+    return {'other base', digest_of(bases[1])}
+  end
+end
+local there = redis.call('ZRANGEBYSCORE', index, score, score)
+if #there > 0 then
+  if digest_of(there[1]) ~= digest_of(member) then
+    return {'other result', digest_of(there[1])}
+  end
+elseif kind == 'skip' then
+  return {'unknown version', ''}
+elseif now and now.epoch == epoch and now.version >= version then
+  return {'passed', shown}
+elseif kind == 'delta' and base_head ~= shown then
+  return {'not the head', shown}
+end
+if redis.call('EXISTS', KEYS[7]) == 0 then
   return {'missing', 'its layout'}
 end
-for i = 7, #KEYS do
-  if redis.call('EXISTS', KEYS[i]) == 0 then
-    return {'missing', 'chunk ' .. ARGV[i - 1]}
+local refused = each_batch(find_missing)
+if refused then
+  return refused
+end
+
+redis.call('SET', KEYS[6], text)
+each_batch(function(batch)
+  for _, digest in ipairs(batch) do
+    redis.call('HINCRBY', references, digest, 1)
+    if prefix ~= '' then
+      redis.call('PERSIST', prefix .. digest)
+    end
   end
+  if prefix == '' then
+    redis.call('ZREM', garbage, unpack(batch))
+  end
+end)
+redis.call('ZADD', index, score, member)
+if #there == 0 then
+  redis.call('SET', KEYS[1], new_head)
 end
-redis.call('SET', KEYS[5], ARGV[4])
-for i = 7, #KEYS do
-  redis.call('PERSIST', KEYS[i])
-  redis.call('HINCRBY', KEYS[4], ARGV[i - 1], 1)
-end
-redis.call('ZADD', KEYS[3], ARGV[5], ARGV[1] .. ':' .. ARGV[2] .. ':' .. ARGV[3])
-redis.call('SET', KEYS[1], cjson.encode({epoch = epoch, version = version}))
 return {'ok'}

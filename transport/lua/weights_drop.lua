@@ -1,23 +1,84 @@
--- Drop manifests, and the chunks that no manifest names any more.
--- KEYS: versions, blob references
--- ARGV: prefix of manifest keys, prefix of blob keys, member of `versions`...
--- Returns how many manifests went.
-local gone = 0
-for i = 3, #ARGV do
-  local key = ARGV[1] .. ARGV[i]
-  local text = redis.call('GET', key)
-  if text then
-    local released = {}
-    for _, chunk in ipairs(cjson.decode(text).chunks) do
-      if not released[chunk.digest] and redis.call('HINCRBY', KEYS[2], chunk.digest, -1) <= 0 then
-        redis.call('HDEL', KEYS[2], chunk.digest)
-        redis.call('UNLINK', ARGV[2] .. chunk.digest)
-      end
-      released[chunk.digest] = true
-    end
-    redis.call('DEL', key)
-    gone = gone + 1
+-- Drop manifests that nothing protects, and the chunks that no manifest names any more.
+-- KEYS: head, index, blob references, garbage, leases, expiries of leases, pins
+-- ARGV: prefix of manifest keys, prefix of blob keys ('' when chunks are kept elsewhere), grace in ms, head as the caller
+--       saw it ('' none), number of pins, pins..., number of entries that must stay, those..., members to drop...
+-- Returns {'changed'} if head, pins or the entries that must stay are not what the caller saw, else {'ok', those of the
+-- members to drop that are not there any more}.
+local manifests, blobs, grace = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local index, references, garbage = KEYS[2], KEYS[3], KEYS[4]
+local at = 5
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[4] then
+  return {'changed'}
+end
+local pinned = {}
+for _ = 1, tonumber(ARGV[at]) do
+  at = at + 1
+  pinned[ARGV[at]] = true
+end
+local now_pinned = redis.call('HKEYS', KEYS[7])
+local as_seen = 0
+for _, pin in ipairs(now_pinned) do
+  as_seen = as_seen + (pinned[pin] and 1 or 0)
+end
+if as_seen ~= #now_pinned or as_seen ~= tonumber(ARGV[5]) then
+  return {'changed'}
+end
+at = at + 1
+for _ = 1, tonumber(ARGV[at]) do
+  at = at + 1
+  if not redis.call('ZSCORE', index, ARGV[at]) then
+    return {'changed'}
   end
-  redis.call('ZREM', KEYS[1], ARGV[i])
+end
+
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local head = redis.call('GET', KEYS[1])
+local low_epoch, low_version = math.huge, math.huge -- of head and leases: all from there on stays
+if head then
+  local found = cjson.decode(head)
+  low_epoch, low_version = found.epoch, found.version
+end
+for _, holder in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '(' .. string.format('%d', now_ms), '+inf')) do
+  local epoch, version = string.match(redis.call('HGET', KEYS[5], holder) or '', '^(%d+):(%d+)$')
+  epoch, version = tonumber(epoch), tonumber(version)
+  if epoch and (epoch < low_epoch or (epoch == low_epoch and version < low_version)) then
+    low_epoch, low_version = epoch, version
+  end
+end
+
+local function release(text)
+  local seen, due = {}, string.format('%d', now_ms + grace)
+  for _, chunk in ipairs(cjson.decode(text).chunks) do
+    local digest = chunk.digest
+    if not seen[digest] and redis.call('HINCRBY', references, digest, -1) <= 0 then
+      redis.call('HDEL', references, digest)
+      if blobs ~= '' then
+        redis.call('UNLINK', blobs .. digest)
+      else
+        redis.call('ZADD', garbage, 'GT', due, digest)
+      end
+    end
+    seen[digest] = true
+  end
+end
+
+local gone = {'ok'}
+for i = at + 1, #ARGV do
+  local member = ARGV[i]
+  local epoch, version, label = string.match(member, '^(%d+):(%d+):(%w+):')
+  local e, v = tonumber(epoch), tonumber(version)
+  if e and (e < low_epoch or (e == low_epoch and v < low_version)) and not pinned[epoch .. ':' .. version] then
+    -- The index first: ZREM is never refused for want of memory, and what follows is not refused then.
+    if redis.call('ZREM', index, member) == 1 then
+      local key = manifests .. epoch .. ':' .. version .. ':' .. label
+      local text = redis.call('GET', key)
+      if text then
+        redis.call('DEL', key)
+        release(text)
+      end
+    end
+    gone[#gone + 1] = member
+  end
 end
 return gone
