@@ -35,10 +35,12 @@ ALONE_FROM = 2**16  # elements from which a densely changed piece has a chunk of
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Chunks of one job and how many elements changed, by index of the tensor (a snapshot: all)."""
+    """Chunks of one job and how many elements changed, by index of the tensor (a snapshot: all). `parts` are the pieces
+    with changes, marked; their bits are what `base` and `new` gave (a snapshot: none)."""
 
     chunks: tuple[bytes, ...]
     changed: Mapping[int, int]
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _encode_parts(layout: Layout, parts: Sequence[Part]) -> JobResult:
         chunks.append(encode_sparse(layout, sparse))
     if dense:
         chunks.append(encode_dense(layout, [p.piece for p in dense], [p.new for p in dense], exhaustive=True))
-    return JobResult(tuple(chunks), _count((p.piece, p.changed) for p in parts))
+    return JobResult(tuple(chunks), _count((p.piece, p.changed) for p in parts), tuple(parts))
 
 
 def _count(changes: Iterable[tuple[Piece, int]]) -> dict[int, int]:

@@ -1,12 +1,12 @@
 """Where the codec reads weights from, and how it cuts a model into jobs.
 
-Invariant: the jobs of `plan_jobs` cover every element once, are bounded in size, and depend on the layout alone, so that
-chunks are the same for any number of threads. Held by tests/property/test_delta_codec.py.
+Invariant: the jobs of `plan_jobs` cover every element once, are bounded in size, and depend on the layout (and the pieces
+asked for) alone, so that chunks are the same for any number of threads. Held by tests/property/test_delta_codec.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from anabranch.kernels.delta_chunk import Piece
@@ -50,22 +50,30 @@ def flat_bits(state: Mapping[str, Bits], spec: TensorSpec) -> Bits:
     return bits.reshape(-1)
 
 
-def plan_jobs(layout: Layout, *, chunk_elements: int = CHUNK_ELEMENTS) -> list[tuple[Piece, ...]]:
-    """All elements of `layout` in jobs that are encoded on their own: each of one dtype and of nearly equal size, at most
-    `chunk_elements`. Jobs of a dtype walk the tensors in order, each tensor's pieces in order."""
+def plan_jobs(
+    layout: Layout, *, pieces: Iterable[Piece] | None = None, chunk_elements: int = CHUNK_ELEMENTS
+) -> list[tuple[Piece, ...]]:
+    """All elements of `layout`, or of its `pieces` (ascending and disjoint), in jobs that are encoded on their own: each
+    of one dtype and of nearly equal size, at most `chunk_elements`. Jobs of a dtype walk the tensors in order, each
+    tensor's pieces in order."""
+    if pieces is None:
+        pieces = (Piece(i, 0, t.numel) for i, t in enumerate(layout.tensors))
+    of_dtype: dict[str, list[Piece]] = {dtype: [] for dtype in FORMS}
+    for piece in pieces:
+        if piece.size:
+            of_dtype[layout.tensors[piece.tensor].dtype].append(piece)
     jobs: list[tuple[Piece, ...]] = []
-    for dtype in FORMS:
-        specs = [(i, t.numel) for i, t in enumerate(layout.tensors) if t.dtype == dtype and t.numel]
-        total = sum(n for _, n in specs)
+    for given in of_dtype.values():
+        total = sum(piece.size for piece in given)
         if not total:
             continue
         size = -(-total // -(-total // chunk_elements))
         job: list[Piece] = []
         room = size
-        for tensor, n in specs:
-            start = 0
-            while start < n:
-                piece = Piece(tensor, start, min(n, start + room))
+        for whole in given:
+            start = whole.start
+            while start < whole.stop:
+                piece = Piece(whole.tensor, start, min(whole.stop, start + room))
                 job.append(piece)
                 room -= piece.size
                 start = piece.stop
