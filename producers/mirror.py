@@ -1,4 +1,5 @@
-"""The host mirror: a node's copy of the checkpoint as one flat image in shared memory.
+"""A host mirror: a copy of the checkpoint as one flat image in shared memory. The one that follows the channel and is
+shared by a node's producers is `node_mirror.py`.
 
 Invariant: the image holds the exact bits of every tensor of its layout at `offset_bytes`, and `digest()` is the root
 digest of those bits, since every write goes through `apply` or `write` (or is announced by `touch`). The memory has no name: it
@@ -128,11 +129,10 @@ class Mirror:
         """
         changes = list(changes)
         for change in changes:
-            self._check(change)
+            check_change(self.tensor_bits(change.name), change)
         for change in changes:
             self.touch(change.name)
-            whole = slice(change.start, change.start + change.bits.size)
-            self.tensor_bits(change.name)[whole if change.indices is None else change.indices] = change.bits
+            self.tensor_bits(change.name)[places(change)] = change.bits
 
     def write(self, name: str, indices: NDArray[np.int64] | None, bits: NDArray[Any]) -> None:
         """`apply` of one change: `bits` [K] or [numel] unsigned integers, at flat `indices` [K] or everywhere (None)."""
@@ -146,10 +146,10 @@ class Mirror:
             self._digests.pop(name, None)
 
     def tensor_digest(self, name: str) -> str:
-        """xxh3-128 of the tensor's bytes, hex; computed once per change."""
+        """Digest of the tensor's bits, 32 hex digits; computed once per change."""
         known = self._digests.get(name)
         if known is None:
-            known = self._digests[name] = tensor_digest(self.tensor_bytes(name))
+            known = self._digests[name] = tensor_digest(self.tensor_bits(name))
         return known
 
     def digest(self) -> str:
@@ -159,15 +159,23 @@ class Mirror:
     def close(self) -> None:
         self._memory.close()
 
-    def _check(self, change: TensorChange) -> None:
-        target, indices, bits = self.tensor_bits(change.name), change.indices, change.bits
-        if indices is None:
-            target = target[change.start : change.start + bits.size] if change.start >= 0 else target[:0]
-        expected = len(target) if indices is None else len(indices)
-        if bits.dtype != target.dtype or bits.shape != (expected,):
-            raise DeltaError(f"{change.name}: {bits.dtype}{list(bits.shape)} does not fit {target.dtype}[{expected}]")
-        if indices is not None and expected and (int(indices.min()) < 0 or int(indices.max()) >= len(target)):
-            raise DeltaError(f"{change.name}: an index is outside its {len(target)} elements")
+
+def places(change: TensorChange) -> slice | NDArray[np.int64]:
+    """Where in its tensor's flat bits `change` writes."""
+    return slice(change.start, change.start + change.bits.size) if change.indices is None else change.indices
+
+
+def check_change(target: NDArray[Any], change: TensorChange) -> None:
+    """Raises DeltaError unless `change` fits the flat bits `target` of its tensor: width, length, every index."""
+    indices, bits = change.indices, change.bits
+    room = target
+    if indices is None:
+        room = target[change.start : change.start + bits.size] if change.start >= 0 else target[:0]
+    expected = len(room) if indices is None else len(indices)
+    if bits.dtype != target.dtype or bits.shape != (expected,):
+        raise DeltaError(f"{change.name}: {bits.dtype}{list(bits.shape)} does not fit {target.dtype}[{expected}]")
+    if indices is not None and expected and (int(indices.min()) < 0 or int(indices.max()) >= len(target)):
+        raise DeltaError(f"{change.name}: an index is outside its {len(target)} elements")
 
 
 def layout_of_checkpoint(model_dir: Path) -> Layout:
