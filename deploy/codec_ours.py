@@ -4,15 +4,13 @@ Invariant: a size is that of the delta file that `anabranch delta diff` would wr
 counts, then the chunks. Held by tests/unit/deploy/test_codec_ours.py.
 
 Building that header from the encoded chunks is not timed, as writing arc_v3's safetensors file is not; neither are the
-digests of the two states, which a learner keeps from step to step and recomputes for what changed.
+digests of the two states, which a learner keeps from step to step and moves by what changed.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 from typing import Literal
-
-import xxhash
 
 from anabranch.deploy.codec_pair import Pair, State
 from anabranch.kernels.delta_codec import (
@@ -27,9 +25,10 @@ from anabranch.kernels.delta_codec import (
 from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.digest import tensor_digest
 from anabranch.kernels.workers import Workers
-from anabranch.schemas.delta_file import DeltaHeader
+from anabranch.schemas.delta_file import DeltaHeader, FileManifest
 from anabranch.schemas.layout import root_digest
-from anabranch.schemas.manifest import Chunk, Manifest
+from anabranch.schemas.manifest import Base, Chunk
+from anabranch.transport.blob_store import blob_digest
 
 _SHARED_FROM = 2**20  # changed elements from which applying them is worth waking other threads
 
@@ -62,10 +61,10 @@ class Delta:
 
     def _header(self, encoded: Encoded) -> DeltaHeader:
         layout, is_delta = self._pair.layout, self.kind == "delta"
-        manifest = Manifest(
-            kind=self.kind, run="bench", epoch=1, version=1, base_version=0 if is_delta else None,
-            base_digest=self._digests[0] if is_delta else None, result_digest=self._digests[1], layout_hash=layout.hash,
-            codec=CODEC, chunks=tuple(Chunk(digest=xxhash.xxh3_128_hexdigest(c), size_bytes=len(c)) for c in encoded.chunks),
+        manifest = FileManifest(
+            run="bench", epoch=1, version=1,
+            base=Base(epoch=1, version=0, digest=self._digests[0]) if is_delta else None, result_digest=self._digests[1], layout_hash=layout.hash,
+            codec=CODEC, chunks=tuple(Chunk(digest=blob_digest(c), size_bytes=len(c)) for c in encoded.chunks),
             full_bytes=layout.payload_bytes, changed_elements=encoded.changed_elements,
             total_elements=self._pair.elements, learner_step=1, fork_version=0, published_ms=1_700_000_000_000,
         )  # fmt: skip

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.deploy.delta_diff import open_checkpoint, refuse_pipes
-from anabranch.deploy.delta_jobs import Job, StateDigest, each_job, state_digest
+from anabranch.deploy.delta_jobs import Job, StateDigest, each_job, job_sums, state_digest
 from anabranch.deploy.delta_journal import Journal, JournalOf, JournalWriter, changed_frames
 from anabranch.deploy.delta_progress import progress
 from anabranch.deploy.delta_states import AbsentState, State, StoredState, after
-from anabranch.kernels.delta_dtypes import Bits
+from anabranch.kernels.digest import Sums
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.errors import DeltaError, UsageError
 from anabranch.transport.aside import Aside, real_target, refuse_existing
@@ -121,9 +121,9 @@ def check_base(base: State, delta: DeltaFile, name: Path, *, threads: int, alrea
     digest = state_digest(base, f"checking {name.name}", threads=threads)
     if already and digest == manifest.result_digest:
         return digest
-    if manifest.kind == "delta" and digest != manifest.base_digest:
+    if manifest.base is not None and digest != manifest.base.digest:
         hint = "; it is already what the delta makes" if digest == manifest.result_digest else ""
-        raise DeltaError(f"{name} has digest {digest}, {delta.path} applies to {manifest.base_digest}{hint}")
+        raise DeltaError(f"{name} has digest {digest}, {delta.path} applies to {manifest.base.digest}{hint}")
     return digest
 
 
@@ -166,12 +166,14 @@ def _write_journal(journal: Path, base: State, delta: DeltaFile, threads: int) -
     digest = StateDigest(state.layout)
     with JournalWriter(journal, JournalOf.of(delta)) as writer:
 
-        def work(job: Job) -> tuple[list[Bits], list[bytes]]:
+        def work(job: Job) -> tuple[list[Sums], list[bytes]]:
             old, new = base.pieces(job), state.pieces(job)
-            return new, [f for p, a, b in zip(job, old, new, strict=True) for f in changed_frames(p, a, b)]
+            return job_sums(job, new), [
+                f for p, a, b in zip(job, old, new, strict=True) for f in changed_frames(p, a, b)
+            ]
 
-        def take(job: Job, done: tuple[list[Bits], list[bytes]]) -> None:
-            digest.update_job(job, done[0])
+        def take(job: Job, done: tuple[list[Sums], list[bytes]]) -> None:
+            digest.add(job, done[0])
             writer.add(done[1])
 
         each_job(state.layout, work, take, f"decoding {delta.path.name}", threads=threads)

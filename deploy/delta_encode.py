@@ -10,14 +10,14 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from anabranch.deploy.delta_jobs import Job, StateDigest, each_job
+from anabranch.deploy.delta_jobs import Job, StateDigest, each_job, job_sums
 from anabranch.deploy.delta_states import HeldPieces, State
 from anabranch.kernels.delta_codec import CODEC, JobResult, encode_job
-from anabranch.kernels.delta_dtypes import Bits
-from anabranch.schemas.delta_file import DeltaHeader
+from anabranch.kernels.digest import Sums
+from anabranch.schemas.delta_file import DeltaHeader, FileManifest
 from anabranch.schemas.errors import DeltaError
 from anabranch.schemas.layout import Layout
-from anabranch.schemas.manifest import Chunk, Manifest
+from anabranch.schemas.manifest import Base, Chunk
 from anabranch.transport.delta_file import DeltaWriter
 
 
@@ -55,23 +55,23 @@ def write_delta(
     changed: Counter[int] = Counter()
     base_digest, result_digest = StateDigest(layout), StateDigest(layout)
 
-    def work(job: Job) -> tuple[list[Bits], list[Bits], JobResult]:
+    def work(job: Job) -> tuple[list[Sums], list[Sums], JobResult]:
         new_bits = new.pieces(job)
-        source = HeldPieces(layout, job, new_bits)
+        new_sums, source = job_sums(job, new_bits), HeldPieces(layout, job, new_bits)
         if before is None:
-            return [], new_bits, encode_job(layout, job, None, source)
+            return [], new_sums, encode_job(layout, job, None, source)
         old_bits = before.pieces(job)
-        return old_bits, new_bits, encode_job(layout, job, HeldPieces(layout, job, old_bits), source)
+        return job_sums(job, old_bits), new_sums, encode_job(layout, job, HeldPieces(layout, job, old_bits), source)
 
     with DeltaWriter(out) as writer:
 
-        def take(job: Job, done: tuple[list[Bits], list[Bits], JobResult]) -> None:
-            old_bits, new_bits, result = done
+        def take(job: Job, done: tuple[list[Sums], list[Sums], JobResult]) -> None:
+            old_sums, new_sums, result = done
             writer.add(result.chunks)
             changed.update(result.changed)
-            result_digest.update_job(job, new_bits)
+            result_digest.add(job, new_sums)
             if before is not None:
-                base_digest.update_job(job, old_bits)
+                base_digest.add(job, old_sums)
 
         each_job(layout, work, take, f"encoding {out.name}", threads=threads)
         if expected_result not in (None, result_digest.hexdigest()):
@@ -86,15 +86,16 @@ def write_delta(
 
 def make_manifest(
     labels: Labels, layout: Layout, digests: tuple[str | None, str], chunks: tuple[Chunk, ...], changed_elements: int
-) -> Manifest:
+) -> FileManifest:
     """`digests`: of the base (None: an anchor) and of the result."""
-    return Manifest(
-        kind="anchor" if digests[0] is None else "delta",
+    base = None
+    if digests[0] is not None and labels.base_version is not None:
+        base = Base(epoch=labels.epoch, version=labels.base_version, digest=digests[0])
+    return FileManifest(
         run=labels.run,
         epoch=labels.epoch,
         version=labels.version,
-        base_version=labels.base_version,
-        base_digest=digests[0],
+        base=base,
         result_digest=digests[1],
         layout_hash=layout.hash,
         codec=CODEC,

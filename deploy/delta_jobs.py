@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import xxhash
-
 from anabranch.deploy.delta_progress import progress
 from anabranch.deploy.delta_states import State
 from anabranch.kernels.delta_chunk import Piece
 from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.delta_plan import plan_jobs
-from anabranch.kernels.digest import tensor_digest
+from anabranch.kernels.digest import NOTHING, Sums, add_sums, digest_of_sums, tensor_sums
 from anabranch.kernels.workers import Workers
 from anabranch.schemas.layout import DTYPE_BYTES, Layout, root_digest
 
@@ -36,35 +34,33 @@ def each_job(
             advance(sum(p.size for p in job) * DTYPE_BYTES[layout.tensors[job[0].tensor].dtype])
 
 
+def job_sums(job: Job, arrays: Sequence[Bits]) -> list[Sums]:
+    """What each piece of `job`, whose bits are `arrays`, contributes to its tensor's digest. Runs in the job's thread."""
+    return [tensor_sums(bits, piece.start) for piece, bits in zip(job, arrays, strict=True)]
+
+
 class StateDigest:
-    """The root digest of a state whose tensors come in pieces: those of each tensor in order, tensors in any order."""
+    """The root digest of a state that comes in pieces, in any order, every element once."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._hashers: dict[int, tuple[xxhash.xxh3_128, int]] = {}  # tensor -> its hasher, elements seen
-        self._done = {t.name: tensor_digest(b"") for t in layout.tensors if t.numel == 0}
+        self._sums: list[Sums] = [NOTHING] * len(layout.tensors)
+        self._missing = [t.numel for t in layout.tensors]
 
-    def update(self, piece: Piece, bits: Bits) -> None:
-        """Take in `bits` [piece.stop - piece.start]."""
-        spec = self._layout.tensors[piece.tensor]
-        hasher, seen = self._hashers.get(piece.tensor) or (xxhash.xxh3_128(), 0)
-        assert piece.start == seen, f"{spec.name}: elements {seen} to {piece.start} were left out"
-        hasher.update(bits.data)
-        self._hashers[piece.tensor] = hasher, piece.stop
-        if piece.stop == spec.numel:
-            self._done[spec.name] = hasher.hexdigest()
-            del self._hashers[piece.tensor]
-
-    def update_job(self, job: Job, arrays: Sequence[Bits]) -> None:
-        for piece, bits in zip(job, arrays, strict=True):
-            self.update(piece, bits)
+    def add(self, job: Job, sums: Sequence[Sums]) -> None:
+        """Take in `sums`, which `job_sums` made of `job`."""
+        for piece, each in zip(job, sums, strict=True):
+            self._sums[piece.tensor] = add_sums(self._sums[piece.tensor], each)
+            self._missing[piece.tensor] -= piece.size
 
     def hexdigest(self) -> str:
-        return root_digest(self._layout, self._done)
+        assert not any(self._missing), "every element is taken in once"
+        names = [t.name for t in self._layout.tensors]
+        return root_digest(self._layout, dict(zip(names, map(digest_of_sums, self._sums), strict=True)))
 
 
 def state_digest(state: State, what: str, *, threads: int) -> str:
     """The root digest of `state`, all of which is read; shown as progress of `what`."""
     digest = StateDigest(state.layout)
-    each_job(state.layout, state.pieces, digest.update_job, what, threads=threads)
+    each_job(state.layout, lambda job: job_sums(job, state.pieces(job)), digest.add, what, threads=threads)
     return digest.hexdigest()

@@ -51,16 +51,16 @@ def merge(paths: Sequence[Path], out: Path, *, base: Path | None, threads: int) 
 
 def _check_succession(earlier: DeltaFile, later: DeltaFile) -> None:
     a, b = earlier.header.manifest, later.header.manifest
-    if b.kind == "anchor":
+    if b.base is None:
         raise UsageError(f"{later.path} is an anchor: nothing before it matters, so begin with it")
     difference = first_difference(
         earlier.header.layout, later.header.layout, here=str(earlier.path), there=str(later.path)
     )
     if difference:
         raise DeltaError(f"{earlier.path} and {later.path} are for different models: {difference}")
-    if a.result_digest != b.base_digest:
+    if a.result_digest != b.base.digest:
         raise DeltaError(
-            f"{later.path} does not follow on {earlier.path}: it applies to {b.base_digest}, which ends in {a.result_digest}"
+            f"{later.path} does not follow on {earlier.path}: it applies to {b.base.digest}, which ends in {a.result_digest}"
         )
     if (a.run, a.epoch) != (b.run, b.epoch):
         raise DeltaError(
@@ -69,8 +69,8 @@ def _check_succession(earlier: DeltaFile, later: DeltaFile) -> None:
 
 
 def _labels(first: DeltaFile, last: DeltaFile) -> Labels:
-    begin, end = first.header.manifest.base_version, last.header.manifest
-    version = end.version
+    base, end = first.header.manifest.base, last.header.manifest
+    begin, version = base.version if base else None, end.version
     if begin is not None and version <= begin:
         raise UsageError(
             f"{first.path} begins at version {begin} and {last.path} ends at version {version}: "
@@ -89,12 +89,14 @@ def _encode_anew(
 
 def _concatenate(deltas: Sequence[DeltaFile], out: Path, labels: Labels) -> WrittenDelta:
     layout = deltas[0].header.layout
-    digests = deltas[0].header.manifest.base_digest, deltas[-1].header.manifest.result_digest
+    base, result = deltas[0].header.manifest.base, deltas[-1].header.manifest.result_digest
     changed = tuple(sum(counts) for counts in zip(*(delta.header.changed for delta in deltas), strict=True))
     stages = tuple(size for delta in deltas for size in delta.header.stages if size) or (0,)
     with DeltaWriter(out) as writer:
         for delta in deltas:
             writer.add(delta.chunk(number) for number in range(len(delta.header.manifest.chunks)))
-        manifest = make_manifest(labels, layout, digests, tuple(writer.chunks), sum(changed))
+        manifest = make_manifest(
+            labels, layout, (base.digest if base else None, result), tuple(writer.chunks), sum(changed)
+        )
         header = DeltaHeader(manifest, layout, changed, stages)
         return WrittenDelta(header, writer.finish(header))

@@ -65,6 +65,7 @@ def describe(delta: DeltaFile, *, threads: int) -> dict[str, Any]:
     changed = manifest.changed_elements
     return {
         "file": str(delta.path),
+        "kind": manifest.kind,
         **manifest.model_dump(mode="json", exclude={"chunks"}),
         "identity": delta.identity,
         "size_bytes": delta.size_bytes,
@@ -96,8 +97,8 @@ def summary(about: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("kind", f"{about['kind']}, codec {printable(about['codec'])}"),
         ("run", f"{printable(about['run'])}, epoch {about['epoch']}"),
-        ("version", str(about["version"]) if anchor else f"{about['base_version']} -> {about['version']}"),
-        ("base digest", about["base_digest"] or "none: a full snapshot"),
+        ("version", str(about["version"]) if anchor else f"{about['base']['version']} -> {about['version']}"),
+        ("base digest", "none: a full snapshot" if anchor else about["base"]["digest"]),
         ("result digest", about["result_digest"]),
         ("layout", f"{len(about['tensors'])} tensors, hash {about['layout_hash']}"),
         ("size", f"{size:,} bytes, header {about['header_bytes']:,}; dense {full:,}"

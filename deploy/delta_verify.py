@@ -38,11 +38,11 @@ def verify(delta: DeltaFile, *, base: Path | None, result: Path | None, threads:
     if manifest.kind == "anchor":
         _decode(delta, AbsentState(delta.header.layout), threads)
         found.append(f"decoded: has the result digest {manifest.result_digest}")
-    elif base is not None:
+    elif manifest.base is not None and base is not None:
         with open_checkpoint(base) as checkpoint:
             before = StoredState(checkpoint)
             check_base(before, delta, base, threads=threads)
-            found.append(f"base: {base} has the base digest {manifest.base_digest}")
+            found.append(f"base: {base} has the base digest {manifest.base.digest}")
             _decode(delta, before, threads)
             found.append(f"decoded over {base}: has the result digest {manifest.result_digest}")
     if result is not None:

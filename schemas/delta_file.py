@@ -1,17 +1,20 @@
 """The header of a delta file: which two states it joins, over which tensors, and in which chunks.
 
 Invariant: a header that `DeltaHeader.unpack` returns is the one that was packed (its digest was checked first), and its
-parts agree: the manifest's layout hash, sizes and counts are those of the layout, the changed elements and the stages
+parts agree: the base is an earlier version of the same epoch, the manifest's layout hash, sizes and counts are those of the layout, the changed elements and the stages
 add up. What it unpacks to is bounded by the size of its frame, and the memory that takes by the size of its JSON (24 times).
 Held by tests/unit/schemas/test_delta_file.py and tests/unit/schemas/test_delta_header_fuzz.py.
 
 A delta file holds little-endian, without padding
 
-    0   8 bytes   magic "ABDELTA1"
+    0   8 bytes   magic "ABDELTA2"
     8   u32       size of the header frame in bytes
     12  16 bytes  xxh3-128 (canonical, big-endian) of bytes 0..12 followed by the header frame
     28            header: one zstd frame of JSON with `manifest`, `layout`, `changed`, `stages`
     then          the chunks, in the manifest's order, back to back, to the end of the file
+
+The manifest is much like that of a version on the channel (schemas/manifest.py), and its chunks are blobs of the channel, under
+the same digests. But a file may join any two versions of an epoch, not just those that the channel's paths are made of.
 
 `layout` is a list of [name, dtype, shape] sorted by name, `changed` one count of changed elements per tensor of it.
 `stages` says how many chunks each stage has: normally there is one; a file merged without its base holds several deltas
@@ -23,21 +26,20 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 import xxhash
 import zstandard
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from anabranch.schemas.errors import DeltaError, ManifestError
 from anabranch.schemas.layout import Layout
-from anabranch.schemas.manifest import Chunk, Manifest
+from anabranch.schemas.manifest import HEX128, Base, Chunk, Frozen
 
-MAGIC = b"ABDELTA1"
+MAGIC = b"ABDELTA2"
 PREFIX = struct.Struct("<8sI16s")
 _DIGESTED = struct.Struct("<8sI")  # the part of the prefix that the digest covers
 _KEYS = {"manifest", "layout", "changed", "stages"}
-_MANIFEST_KEYS = Manifest.model_fields.keys()
 # Limits of what a frame unpacks to. Real headers unpack to 3 to 22 times their frame: the digests of chunks and the changed
 # elements of tensors look random. One of 45,000 tensors of which none changed would reach 106, and is packed less well.
 _FREE_BYTES, _MAX_EXPANSION = 2**16, 32
@@ -49,11 +51,47 @@ _MAX_TOLD = 400  # characters of an error about what a stranger wrote
 _MAX_DIMENSIONS, _MAX_DIMENSION = 64, 2**63
 
 
+class FileManifest(Frozen):
+    """What a file holds: an anchor, or the change from `base`, any version before this one of the same epoch."""
+
+    run: str = Field(max_length=100)
+    epoch: int = Field(ge=0)
+    version: int = Field(ge=0, description="policy version that results")
+    base: Base | None = None
+    result_digest: str = Field(pattern=HEX128)
+    layout_hash: str = Field(pattern=HEX128)
+    codec: str = Field(max_length=100)
+    chunks: tuple[Chunk, ...] = Field(strict=False)
+    full_bytes: int = Field(ge=0, description="bytes of the dense state")
+    changed_elements: int = Field(ge=0)
+    total_elements: int = Field(ge=0)
+    learner_step: int = Field(ge=0)
+    fork_version: int = Field(ge=0)
+    published_ms: int = Field(ge=0, description="0 for a file that was made of files")
+
+    @model_validator(mode="after")
+    def _after_its_base(self) -> Self:
+        if self.base and (self.base.epoch != self.epoch or self.base.version >= self.version):
+            raise ValueError(f"a delta goes from {self.base.policy} to epoch {self.epoch}, version {self.version}")
+        return self
+
+    @property
+    def kind(self) -> Literal["anchor", "delta"]:
+        return "delta" if self.base else "anchor"
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(c.size_bytes for c in self.chunks)
+
+
+_MANIFEST_KEYS = FileManifest.model_fields.keys()
+
+
 @dataclass(frozen=True)
 class DeltaHeader:
     """`changed`: elements per tensor of `layout`, summed over the stages; `stages`: chunks of each stage."""
 
-    manifest: Manifest
+    manifest: FileManifest
     layout: Layout
     changed: tuple[int, ...]
     stages: tuple[int, ...]
@@ -159,7 +197,7 @@ def _check_values(content: bytes) -> None:
         raise DeltaError(f"the header has about {values} JSON values; one of {len(content)} bytes may have {most}")
 
 
-def _manifest(fields: Any) -> Manifest:
+def _manifest(fields: Any) -> FileManifest:
     """Chunks one by one, so that the first bad one ends it: of each an error would be kept, and they are larger."""
     if (
         not isinstance(fields, dict)
@@ -169,7 +207,7 @@ def _manifest(fields: Any) -> Manifest:
         raise ManifestError("the header's manifest is not a JSON object with a list of chunks")
     try:
         chunks = tuple(map(Chunk.model_validate, fields["chunks"]))
-        manifest = Manifest.model_validate({**fields, "chunks": chunks})
+        manifest = FileManifest.model_validate({**fields, "chunks": chunks})
     except ValidationError as error:
         told = error.errors(include_url=False, include_input=False)[0]["msg"]
         raise ManifestError(f"not a weight manifest: {told}") from None

@@ -23,6 +23,7 @@ from anabranch.schemas.delta_file import MAGIC, PREFIX, DeltaHeader, frame_bytes
 from anabranch.schemas.errors import DeltaError, ManifestError, UsageError
 from anabranch.schemas.manifest import Chunk
 from anabranch.transport.aside import Aside, refuse_special
+from anabranch.transport.blob_store import blob_digest
 
 _AT_ONCE_BYTES = 2**30
 
@@ -76,7 +77,7 @@ class DeltaFile:
         """The bytes of a chunk. Raises DeltaError if they do not have their digest."""
         chunk = self.header.manifest.chunks[number]
         content = self._read(self._offsets[number], chunk.size_bytes)
-        if xxhash.xxh3_128_hexdigest(content) != chunk.digest:
+        if blob_digest(content) != chunk.digest:
             raise DeltaError(f"{self.path}: chunk {number} of {len(self.header.manifest.chunks)} is damaged")
         return content
 
@@ -131,7 +132,7 @@ class DeltaWriter:
         assert self._spool is not None
         for content in contents:
             self._spool.write(content)
-            self.chunks.append(Chunk(digest=xxhash.xxh3_128_hexdigest(content), size_bytes=len(content)))
+            self.chunks.append(Chunk(digest=blob_digest(content), size_bytes=len(content)))
 
     def finish(self, header: DeltaHeader) -> int:
         """Put the file under its name, with a `header` that lists `self.chunks`. Returns its size in bytes."""

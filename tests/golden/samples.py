@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from anabranch.kernels.delta_codec import CODEC, Encoded, encode_anchor, encode_delta
 from anabranch.kernels.digest import tensor_digest
-from anabranch.schemas.delta_file import DeltaHeader
+from anabranch.schemas.delta_file import DeltaHeader, FileManifest
 from anabranch.schemas.envelope import Envelope
 from anabranch.schemas.layout import Layout, root_digest
-from anabranch.schemas.manifest import Chunk, Manifest
+from anabranch.schemas.manifest import Base, Chunk, Manifest, Signature
 from anabranch.schemas.trajectory import Group, Rollout, encode_group
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
+from anabranch.schemas.weight_index import IndexEntry
+from anabranch.transport.blob_store import blob_digest
 
 GROUP = Group(
     run="golden",
@@ -53,6 +57,7 @@ GROUP = Group(
     ),
 )
 SEQ = 17
+SIGNING_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 
 LAYOUT = Layout.build(
     [
@@ -106,11 +111,10 @@ def delta_header(kind: Literal["anchor", "delta"], encoded: Encoded) -> DeltaHea
     root = {
         k: root_digest(LAYOUT, {n: tensor_digest(b) for n, b in s.items()}) for k, s in {"b": BASE, "n": NEW}.items()
     }
-    delta = kind == "delta"
-    manifest = Manifest(
-        kind=kind, run="golden", epoch=2, version=41, base_version=40 if delta else None,
-        base_digest=root["b"] if delta else None, result_digest=root["n"], layout_hash=LAYOUT.hash, codec=CODEC,
-        chunks=tuple(Chunk(digest=tensor_digest(c), size_bytes=len(c)) for c in encoded.chunks),
+    base = Base(epoch=2, version=40, digest=root["b"]) if kind == "delta" else None
+    manifest = FileManifest(
+        run="golden", epoch=2, version=41, base=base, result_digest=root["n"], layout_hash=LAYOUT.hash, codec=CODEC,
+        chunks=tuple(Chunk(digest=blob_digest(c), size_bytes=len(c)) for c in encoded.chunks),
         full_bytes=LAYOUT.payload_bytes, changed_elements=encoded.changed_elements,
         total_elements=sum(t.numel for t in LAYOUT.tensors), learner_step=41, fork_version=38,
         published_ms=1_767_225_601_000,
@@ -128,17 +132,41 @@ def anchor_file() -> bytes:
     return delta_header("anchor", encoded).pack() + b"".join(encoded.chunks)
 
 
-def manifest() -> Manifest:
-    return Manifest(
-        kind="delta", run="golden", epoch=2, version=41, base_version=40, base_digest="0123456789abcdef" * 2,
-        result_digest="fedcba9876543210" * 2, layout_hash=LAYOUT.hash, codec=CODEC,
-        chunks=(Chunk(digest="00112233445566778899aabbccddeeff", size_bytes=91),), full_bytes=LAYOUT.payload_bytes,
-        changed_elements=8, total_elements=625, learner_step=41, fork_version=38, published_ms=1_767_225_601_000,
-    )  # fmt: skip
+def manifests() -> dict[str, Manifest]:
+    """One of each kind; the delta is signed with `SIGNING_KEY`."""
+    common: dict[str, Any] = {
+        "run": "golden", "layout_hash": LAYOUT.hash, "codec": CODEC, "full_bytes": LAYOUT.payload_bytes,
+        "total_elements": 625, "learner_step": 40, "fork_version": 38, "published_ms": 1_767_225_601_000,
+    }  # fmt: skip
+    states = {version: f"{version:032x}" for version in (38, 39, 40)}
+
+    def made(kind: str, version: int, base: Base | None, sizes: tuple[int, ...], changed: int) -> Manifest:
+        chunks = tuple(Chunk(digest=blob_digest(bytes(size)), size_bytes=size) for size in sizes)
+        return Manifest(
+            kind=kind, epoch=2, version=version, base=base, result_digest=states[version], chunks=chunks,
+            changed_elements=changed, **common,
+        )  # fmt: skip
+
+    def state(version: int, epoch: int = 2) -> Base:
+        return Base(epoch=epoch, version=version, digest=states[version])
+
+    delta = made("delta", 40, state(39), (91,), 8)
+    key = SIGNING_KEY.public_key().public_bytes_raw().hex()
+    signature = Signature(key=key, signature=SIGNING_KEY.sign(delta.signed_bytes()).hex())
+    return {
+        "fork": made("fork", 38, state(38, epoch=1), (), 0),
+        "anchor": made("anchor", 40, None, (900, 17), 625),
+        "delta": delta.model_copy(update={"signature": signature}),
+        "skip": made("skip", 40, state(38), (120,), 11),
+    }
 
 
-def manifest_json() -> bytes:
-    return manifest().model_dump_json().encode()
+def manifest_json(kind: str) -> bytes:
+    return manifests()[kind].model_dump_json().encode()
+
+
+def index_entries() -> bytes:
+    return "".join(f"{IndexEntry.of(made).to_text()}\n" for made in manifests().values()).encode()
 
 
 FILES: dict[str, Callable[[], bytes]] = {
@@ -146,7 +174,9 @@ FILES: dict[str, Callable[[], bytes]] = {
     "entry.envelope.json": lambda: envelope_json(entry_payload()),
     "layout.json": layout_json,
     "layout.hash": layout_hash,
-    "manifest.json": manifest_json,
+    **{f"manifest.{kind}.json": partial(manifest_json, kind) for kind in manifests()},
+    "manifest.signed": lambda: manifests()["delta"].signed_bytes(),
+    "index.txt": index_entries,
     "delta.abdelta": delta_file,
     "anchor.abdelta": anchor_file,
 }

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from anabranch.kernels.delta_codec import apply_changes, decode, encode_delta
 from anabranch.kernels.digest import tensor_digest
@@ -16,6 +18,7 @@ from anabranch.schemas.envelope import open_envelope
 from anabranch.schemas.layout import Layout, root_digest
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.trajectory import decode_group
+from anabranch.schemas.weight_index import IndexEntry
 from tests.golden import samples
 from tests.groups import same
 
@@ -48,10 +51,28 @@ def test_a_layout_keeps_its_bytes_and_its_hash() -> None:
     assert Layout.from_json(stored("layout.json")).hash == stored("layout.hash").decode().strip()
 
 
-def test_a_manifest_is_read_and_written_as_it_was() -> None:
+@pytest.mark.parametrize("kind", ["fork", "anchor", "delta", "skip"])
+def test_a_manifest_is_read_and_written_as_it_was(kind: str) -> None:
     """A commit repeated by a restarted learner is recognised by its text."""
-    assert Manifest.from_json(stored("manifest.json")) == samples.manifest()
-    assert samples.manifest_json() == stored("manifest.json")
+    assert Manifest.from_json(stored(f"manifest.{kind}.json")) == samples.manifests()[kind]
+    assert samples.manifest_json(kind) == stored(f"manifest.{kind}.json")
+
+
+def test_a_stored_signature_is_over_the_stored_bytes() -> None:
+    """What is signed is a text of its own, so that a verifier elsewhere has to make the very same one."""
+    manifest = Manifest.from_json(stored("manifest.delta.json"))
+    assert manifest.signed_bytes() == stored("manifest.signed")
+    assert manifest.signature is not None
+    key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(manifest.signature.key))
+    key.verify(bytes.fromhex(manifest.signature.signature), stored("manifest.signed"))
+    with pytest.raises(InvalidSignature):
+        key.verify(bytes.fromhex(manifest.signature.signature), stored("manifest.signed") + b" ")
+
+
+def test_entries_of_the_index_are_read_and_written_as_they_were() -> None:
+    lines = stored("index.txt").decode().splitlines()
+    assert [IndexEntry.from_text(line) for line in lines] == [IndexEntry.of(m) for m in samples.manifests().values()]
+    assert samples.index_entries() == stored("index.txt")
 
 
 def unpacked(name: str) -> tuple[DeltaHeader, list[bytes]]:

@@ -58,7 +58,7 @@ def test_the_whole_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, out, _ = run(capsys, "show", "step.delta")
     assert "run              exp3, epoch 0\nversion          6 -> 7\n" in out
     about = json.loads(run(capsys, "show", "step.delta", "--json")[1])
-    assert (about["base_version"], about["version"], about["kind"]) == (6, 7, "delta")
+    assert (about["base"]["version"], about["version"], about["kind"]) == (6, 7, "delta")
     code, out, _ = run(capsys, "verify", "step.delta", "--base", "OLD", "--result", "NEW-folder")
     assert (code, len(out.splitlines())) == (0, 5)
     assert "changed OLD, digest" in run(capsys, "apply", "OLD", "step.delta", "--in-place")[1]
@@ -77,10 +77,10 @@ def test_versions_of_a_diff(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     ]:
         run(capsys, "diff", "OLD", "NEW", "-o", "d", *arguments)
         about = json.loads(run(capsys, "show", "d", "--json")[1])
-        assert (about["base_version"], about["version"]) == expected
+        assert (about["base"]["version"], about["version"]) == expected
     run(capsys, "diff", "--anchor", "NEW", "-o", "d", "--version", "9", "--epoch", "2")
     about = json.loads(run(capsys, "show", "d", "--json")[1])
-    assert (about["base_version"], about["version"], about["epoch"]) == (None, 9, 2)
+    assert (about["base"], about["version"], about["epoch"], about["kind"]) == (None, 9, 2, "anchor")
 
 
 @pytest.mark.parametrize(

@@ -119,14 +119,14 @@ def _check(layout: Layout, changes: list[TensorChange]) -> None:
 
 def _open(data: bytes) -> list[bytes]:
     """A delta file in memory, checked as a reader does."""
-    from anabranch.kernels.digest import tensor_digest
+    from anabranch.transport.blob_store import blob_digest
 
     at = PREFIX.size + frame_bytes(data[: PREFIX.size])
     header = DeltaHeader.unpack(data[: PREFIX.size], data[PREFIX.size : at])
     chunks = []
     for number, chunk in enumerate(header.manifest.chunks):
         blob = data[at : at + chunk.size_bytes]
-        if tensor_digest(blob) != chunk.digest:
+        if blob_digest(blob) != chunk.digest:
             raise DeltaError(f"chunk {number} does not have its digest")
         chunks.append(blob)
         at += chunk.size_bytes

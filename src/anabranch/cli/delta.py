@@ -239,7 +239,7 @@ def _tell_written(out: Path, written: WrittenDelta) -> None:
         if manifest.changed_elements:
             what += f", {written.size_bytes / manifest.changed_elements:.3f} bytes each"
     print(f"wrote {out}: {written.size_bytes:,} bytes, {what}")
-    print(f"{manifest.base_digest or 'nothing'} -> {manifest.result_digest}")
+    print(f"{manifest.base.digest if manifest.base else 'nothing'} -> {manifest.result_digest}")
 
 
 def _at_least(least: int) -> Any:

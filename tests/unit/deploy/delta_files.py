@@ -7,21 +7,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from anabranch.deploy.delta_states import HeldPieces, State, after
 from anabranch.kernels.delta_chunk import Piece
 from anabranch.kernels.delta_codec import CODEC, encode_job
 from anabranch.kernels.delta_dtypes import Bits, uint_dtype
 from anabranch.kernels.delta_plan import plan_jobs
-from anabranch.schemas.delta_file import DeltaHeader
+from anabranch.schemas.delta_file import DeltaHeader, FileManifest
 from anabranch.schemas.layout import Layout
-from anabranch.schemas.manifest import Manifest
+from anabranch.schemas.manifest import Base
 from anabranch.transport.delta_file import DeltaFile, DeltaWriter
 
 LAYOUT = Layout.build([("a", "bf16", (900,)), ("b", "f32", (30, 20)), ("c", "bf16", (100,)), ("d", "u8", (50,))])
 SIZES = {t.name: t.numel for t in LAYOUT.tensors}
-ZERO = xxhash.xxh3_128_hexdigest(b"")
+ZERO = "0" * 32
 Jobs = Sequence[tuple[Piece, ...]]
 
 
@@ -62,13 +61,13 @@ def write(path: Path, stages: Sequence[tuple[State | None, State, Jobs]], **chan
             ends.append(len(writer.chunks))
         is_delta = stages[0][0] is not None
         fields: dict[str, object] = {
-            "kind": "delta" if is_delta else "anchor", "run": "r", "epoch": 0, "version": 1,
-            "base_version": 0 if is_delta else None, "base_digest": ZERO if is_delta else None, "result_digest": ZERO,
+            "run": "r", "epoch": 0, "version": 1, "result_digest": ZERO,
+            "base": Base(epoch=0, version=0, digest=ZERO) if is_delta else None,
             "layout_hash": LAYOUT.hash, "codec": CODEC, "chunks": tuple(writer.chunks),
             "full_bytes": LAYOUT.payload_bytes, "changed_elements": sum(changed), "total_elements": sum(SIZES.values()),
             "learner_step": 1, "fork_version": 0, "published_ms": 0,
         }  # fmt: skip
-        manifest = Manifest.model_validate({**fields, **changes})
+        manifest = FileManifest.model_validate({**fields, **changes})
         sizes = tuple(b - a for a, b in pairwise(ends))
         writer.finish(DeltaHeader(manifest, LAYOUT, tuple(changed), sizes))
     return path

@@ -15,6 +15,7 @@ from anabranch.deploy.delta_encode import Labels, WrittenDelta
 from anabranch.kernels.delta_plan import plan_jobs
 from anabranch.producers.mirror import Mirror
 from anabranch.schemas.errors import DeltaError
+from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.delta_file import DeltaFile
 from tests.checkpoints import State, load, random_state, raw, save, step
 from tests.limits import file_size_limit
@@ -85,10 +86,11 @@ def test_the_manifest_says_what_it_joins(tmp_path: Path) -> None:
     with DeltaFile(tmp_path / "d") as delta:
         header, manifest = delta.header, delta.header.manifest
     assert header == written.header
-    assert (manifest.base_digest, manifest.result_digest) == tuple(
+    assert manifest.base is not None
+    assert (manifest.base.digest, manifest.result_digest) == tuple(
         Mirror.from_checkpoint(p).digest() for p in (old, new)
     )
-    assert (manifest.run, manifest.epoch, manifest.base_version, manifest.version) == ("r", 2, 6, 7)
+    assert (manifest.run, manifest.base.policy, manifest.version) == ("r", PolicyVersion(2, 6), 7)
     before, after = raw(load(old)), raw(load(new))
     widths = {t.name: t.size_bytes // max(t.numel, 1) for t in header.layout.tensors}
     for spec, changed in zip(header.layout.tensors, header.changed, strict=True):

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from anabranch.deploy.delta_jobs import Job, StateDigest, each_job, state_digest
+from anabranch.deploy.delta_jobs import Job, StateDigest, each_job, job_sums, state_digest
 from anabranch.deploy.delta_states import HeldPieces
 from anabranch.kernels.delta_chunk import Piece
 from anabranch.kernels.delta_dtypes import Bits
@@ -41,7 +41,7 @@ def expected() -> str:
         "b": np.arange(600, dtype=np.uint32),
         "c": np.arange(7, dtype=np.uint16),
     }
-    return root_digest(LAYOUT, {**{n: tensor_digest(a) for n, a in arrays.items()}, "none": tensor_digest(b"")})
+    return root_digest(LAYOUT, {**{n: tensor_digest(a) for n, a in arrays.items()}, "none": "0" * 32})
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
@@ -49,11 +49,16 @@ def test_the_digest_in_pieces_is_that_of_the_whole(threads: int) -> None:
     assert state_digest(Numbers(), "reading", threads=threads) == expected()
 
 
-def test_pieces_of_a_tensor_must_come_in_order() -> None:
+def test_jobs_may_come_in_any_order_and_all_of_them_must() -> None:
+    jobs = plan_jobs(LAYOUT)
+    assert len(jobs) > 10
     digest = StateDigest(LAYOUT)
-    digest.update(Piece(0, 0, 10), np.zeros(10, np.uint16))
-    with pytest.raises(AssertionError, match="left out"):
-        digest.update(Piece(0, 11, 12), np.zeros(1, np.uint16))
+    for job in reversed(jobs[1:]):
+        digest.add(job, job_sums(job, Numbers().pieces(job)))
+    with pytest.raises(AssertionError, match="every element is taken in once"):
+        digest.hexdigest()
+    digest.add(jobs[0], job_sums(jobs[0], Numbers().pieces(jobs[0])))
+    assert digest.hexdigest() == expected()
 
 
 def test_few_jobs_are_in_memory() -> None:

@@ -55,7 +55,8 @@ def applied(folder: Path, old: str | None, file: str) -> State:
 def test_one_file_does_what_three_do(tmp_path: Path, line: list[State], base: str | None) -> None:
     written = merged(tmp_path, "1.delta", "2.delta", "3.delta", base=base)
     assert raw(applied(tmp_path, "s0", "m")) == raw(line[3])
-    assert (written.header.manifest.base_version, written.header.manifest.version) == (0, 3)
+    assert written.header.manifest.base is not None
+    assert (written.header.manifest.base.version, written.header.manifest.version) == (0, 3)
     assert len(written.header.stages) == (1 if base else 3)
     with DeltaFile(tmp_path / "m") as delta:
         assert apply_in_place(tmp_path / "s0", delta, threads=2).how == "changed"
@@ -122,8 +123,9 @@ def diff_stages(path: Path) -> tuple[int, ...]:
 
 def test_a_gap_is_refused_with_both_digests(tmp_path: Path, line: list[State]) -> None:
     with DeltaFile(tmp_path / "1.delta") as first, DeltaFile(tmp_path / "3.delta") as third:
-        ends, begins = first.header.manifest.result_digest, third.header.manifest.base_digest
-    with pytest.raises(DeltaError, match=f"3.delta does not follow .*{begins}.*{ends}"):
+        ends, base = first.header.manifest.result_digest, third.header.manifest.base
+    assert base is not None
+    with pytest.raises(DeltaError, match=f"3.delta does not follow .*{base.digest}.*{ends}"):
         merged(tmp_path, "1.delta", "3.delta")
     assert not (tmp_path / "m").exists()
 

@@ -56,7 +56,7 @@ def test_the_numbers_add_up(tmp_path: Path, jobs_of: int | None, monkeypatch: py
     assert all(0 <= row["density"] <= 1 for row in rows)
     assert about["density"] == pytest.approx(about["changed_elements"] / about["total_elements"])
     assert about["bytes_per_change"] == pytest.approx(about["size_bytes"] / about["changed_elements"])
-    assert (about["run"], about["epoch"], about["base_version"], about["version"]) == ("r", 3, 7, 8)
+    assert (about["run"], about["epoch"], about["base"]["version"], about["version"]) == ("r", 3, 7, 8)
     assert sum(about["chunks_by_kind"].values()) == about["chunks"]
     json.dumps(about)
 
@@ -88,7 +88,7 @@ def test_it_is_shown_in_words(tmp_path: Path) -> None:
     old = random_state()
     about = described(tmp_path, old, step(old))
     text = text_of(about)
-    for told in ("version 7 -> 8", "run r, epoch 3", about["base_digest"], about["result_digest"], "class-golomb/1"):
+    for told in ("version 7 -> 8", "run r, epoch 3", about["base"]["digest"], about["result_digest"], "class-golomb/1"):
         assert told in text
     for name in TENSORS:
         assert name in text

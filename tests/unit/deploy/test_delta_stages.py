@@ -19,7 +19,7 @@ def test_an_anchor_that_holds_changes_is_refused(tmp_path: Path) -> None:
     (new,) = states(1)
     zero = MemoryState([np.zeros_like(t) for t in new.tensors])
     one = MemoryState([np.ones_like(t) for t in new.tensors])
-    path = write(tmp_path / "d", [(zero, one, cut(5000))], kind="anchor", base_version=None, base_digest=None)
+    path = write(tmp_path / "d", [(zero, one, cut(5000))], base=None)
     with DeltaFile(path) as delta:
         sparse_chunks = [n for n in delta.stage(0) if delta.chunk(n)[0] >> 4 == 1]
         assert sparse_chunks, "everything stepped by one: sparse is smaller"

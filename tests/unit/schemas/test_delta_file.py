@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import tracemalloc
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import xxhash
 import zstandard
+from pydantic import ValidationError
 
-from anabranch.schemas.delta_file import MAGIC, PREFIX, DeltaHeader, frame_bytes
+from anabranch.schemas.delta_file import MAGIC, PREFIX, DeltaHeader, FileManifest, frame_bytes
 from anabranch.schemas.errors import DeltaError, ManifestError
 from anabranch.schemas.layout import Layout
-from anabranch.schemas.manifest import Chunk, Manifest
+from anabranch.schemas.manifest import Base, Chunk
 
 LAYOUT = Layout.build([("a", "bf16", (3, 5)), ("b", "f32", ()), ("c", "u8", (0,))])
 
@@ -23,17 +25,25 @@ def digest(number: int) -> str:
     return xxhash.xxh3_128_hexdigest(str(number).encode())
 
 
+def chunk(number: int, size_bytes: int) -> Chunk:
+    return Chunk(digest=hashlib.sha256(str(number).encode()).hexdigest(), size_bytes=size_bytes)
+
+
+def base(version: int = 6, epoch: int = 0) -> Base:
+    return Base(epoch=epoch, version=version, digest=digest(0))
+
+
 def header(layout: Layout = LAYOUT, **changes: Any) -> DeltaHeader:
     changed = changes.pop("changed", (4, 1, 0))
     stages = changes.pop("stages", (2,))
     fields: dict[str, Any] = {
-        "kind": "delta", "run": "r", "epoch": 0, "version": 7, "base_version": 6, "base_digest": digest(0),
+        "run": "r", "epoch": 0, "version": 7, "base": base(),
         "result_digest": digest(1), "layout_hash": layout.hash, "codec": "class-golomb/1",
-        "chunks": (Chunk(digest=digest(2), size_bytes=10), Chunk(digest=digest(3), size_bytes=5)),
+        "chunks": (chunk(2, 10), chunk(3, 5)),
         "full_bytes": layout.payload_bytes, "changed_elements": sum(changed),
         "total_elements": sum(t.numel for t in layout.tensors), "learner_step": 7, "fork_version": 0, "published_ms": 0,
     }  # fmt: skip
-    return DeltaHeader(Manifest.model_validate({**fields, **changes}), layout, changed, stages)
+    return DeltaHeader(FileManifest.model_validate({**fields, **changes}), layout, changed, stages)
 
 
 def unpack(packed: bytes) -> DeltaHeader:
@@ -59,17 +69,32 @@ def fields_of(packed: bytes) -> dict[str, Any]:
 def test_round_trip() -> None:
     made = header()
     assert unpack(made.pack()) == made
-    anchor = header(kind="anchor", base_version=None, base_digest=None, changed=(15, 1, 0))
+    anchor = header(base=None, changed=(15, 1, 0))
     assert unpack(anchor.pack()) == anchor
     merged = header(stages=(1, 0, 1), changed=(40, 2, 0))
     assert unpack(merged.pack()) == merged
+
+
+@pytest.mark.parametrize("version", [0, 3, 5, 6])
+def test_a_file_joins_any_two_versions_of_an_epoch(version: int) -> None:
+    """Not just those that a path of the channel would step on."""
+    made = header(base=base(version))
+    assert unpack(made.pack()) == made
+
+
+@pytest.mark.parametrize(
+    "changes", [{"base": base(7)}, {"base": base(8)}, {"base": base(6, epoch=1)}, {"epoch": 1}, {"kind": "delta"}]
+)
+def test_a_delta_that_does_not_go_forward_in_its_epoch_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        header(**changes)
 
 
 def test_it_is_small() -> None:
     """The file of a small step is about 20 KB; its header should not be seen in that."""
     names = ["input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.o_proj"]
     layout = Layout.build([(f"model.layers.5.{name}.weight", "bf16", (576, 1536)) for name in names])
-    made = header(layout, changed=tuple(3000 + i for i in range(6)), chunks=(Chunk(digest=digest(2), size_bytes=9),), stages=(1,))  # fmt: skip
+    made = header(layout, changed=tuple(3000 + i for i in range(6)), chunks=(chunk(2, 9),), stages=(1,))  # fmt: skip
     assert len(made.pack()) <= 500
 
 
@@ -104,8 +129,8 @@ def test_every_flipped_byte_is_found() -> None:
         ({"stages": (3, -1)}, "stages"),
         ({"changed": (16, 1, 0)}, "'a'"),
         ({"changed": (6, -1, 0)}, "'b'"),
-        ({"kind": "anchor", "base_version": None, "base_digest": None}, "'a'"),
-        ({"kind": "anchor", "base_version": None, "base_digest": None, "stages": (1, 1)}, "stages"),
+        ({"base": None}, "'a'"),
+        ({"base": None, "stages": (1, 1)}, "stages"),
     ],
 )
 def test_parts_that_disagree_are_refused(change: dict[str, Any], told: str) -> None:
@@ -136,7 +161,7 @@ def test_parts_that_disagree_are_refused(change: dict[str, Any], told: str) -> N
         {"stages": 2},
         {"manifest": None},
         {"manifest": []},
-        {"manifest": {"kind": "delta"}},
+        {"manifest": {"run": "r"}},
     ],
 )
 def test_a_header_that_is_sealed_but_wrong_is_refused(change: dict[str, Any]) -> None:

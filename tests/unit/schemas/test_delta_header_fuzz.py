@@ -31,8 +31,8 @@ BYTES_PER_VALUE = 6
 SLOWEST_S = 2.0
 UNITS = (
     b"[],", b"{},", b"[[]],", b"[0],", b'{"a":0},', b'"ab",', b"1.5,", b"1e9,", b"999,", b"-1,", b'["",[],[]],', b'["a","u8",[]],',
-    b'{"digest":"","size_bytes":0},', b'{"digest":"00000000000000000000000000000000","size_bytes":-1},',
-    b'{"digest":"00000000000000000000000000000000","size_bytes":0},', "\N{GRINNING FACE}".encode(), b"\\ud800", b"null,", b"        ",
+    b'{"digest":"","size_bytes":0},', b'{"digest":"0000000000000000000000000000000000000000000000000000000000000000","size_bytes":-1},',
+    b'{"digest":"0000000000000000000000000000000000000000000000000000000000000000","size_bytes":0},', "\N{GRINNING FACE}".encode(), b"\\ud800", b"null,", b"        ",
 )  # fmt: skip
 
 
@@ -112,7 +112,26 @@ def mutate(rng: random.Random, content: bytes) -> bytes:
 
 def other_value(rng: random.Random, fields: Any) -> Any:
     """`fields` with one value, anywhere in it, exchanged for another."""
-    choices = [None, True, -1, 0, 2**31, 2**63, 2**200, 1.5, "", "x", "\ud800", "0" * 32, [], [1], [[]], {}, {"a": 1}]
+    choices = [
+        None,
+        True,
+        -1,
+        0,
+        2**31,
+        2**63,
+        2**200,
+        1.5,
+        "",
+        "x",
+        "\ud800",
+        "0" * 32,
+        "0" * 64,
+        [],
+        [1],
+        [[]],
+        {},
+        {"a": 1},
+    ]
     if isinstance(fields, dict) and fields and rng.random() < 0.9:
         key = rng.choice(list(fields))
         if rng.random() < 0.05:
