@@ -98,7 +98,7 @@ class LearnerEngine:
         policy = PolicyModule(load_model(model_dir, stored), temperature)
         check_head(policy)
         self._vocabulary = int(policy.lm.get_input_embeddings().weight.shape[0])
-        self._weights = PublishedWeights(policy.lm, stored)
+        self._weights = PublishedWeights(policy.lm)
         module: torch.nn.Module = policy
         if masters:
             module = MasterWeights(policy, stored, DTYPES[compute_dtype(learner)])

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.learner.conversions import checkpoint_names, revert
+from anabranch.learner.live_share import TORCH, LiveShare
 from anabranch.schemas.errors import ConfigError
 from anabranch.schemas.layout import Layout
 
@@ -25,7 +27,6 @@ _BITS: dict[torch.dtype, tuple[str, torch.dtype, type[np.unsignedinteger[Any]]]]
     torch.float16: ("f16", torch.int16, np.uint16),
     torch.float32: ("f32", torch.int32, np.uint32),
 }
-_TORCH = {name: dtype for dtype, (name, _, _) in _BITS.items()}
 _SIGNED = {"bf16": np.int16, "f16": np.int16, "f32": np.int32}
 
 
@@ -33,21 +34,27 @@ class PublishedWeights:
     """Reads the weights of `lm` (a transformers model). Built before DeepSpeed touches the model; keeps the parameter
     objects, whose content DeepSpeed moves and partitions but whose identity stays."""
 
-    def __init__(self, lm: Any, stored: torch.dtype) -> None:
+    def __init__(self, lm: Any) -> None:
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         kept = remove_tied_weights_from_state_dict(lm.state_dict(), lm)
         live = lm.state_dict(keep_vars=True)
-        self._lm, self._stored = lm, stored
+        self._lm = lm
         self._live: dict[str, Tensor] = {name: live[name] for name in kept}
+        self._stored = {name: tensor.dtype for name, tensor in kept.items()}  # masters become float32 later
+        self._names = checkpoint_names(lm, kept)
         self.layout = Layout.build(
-            (name, _layout_dtype(name, tensor), tuple(tensor.shape)) for name, tensor in self._split(kept).items()
+            (name, _layout_dtype(name, dtype), shape) for name, (dtype, shape) in self._names.shapes.items()
         )
+
+    def share(self, rank: int = 0, world_size: int = 1) -> LiveShare:
+        """What `rank` publishes. Call it after DeepSpeed has partitioned the parameters."""
+        return LiveShare(self._lm, self.layout, self._names, self._live, rank=rank, world_size=world_size)
 
     @torch.no_grad()
     def tensors(self, *, on_this_rank: bool = True) -> dict[str, Tensor]:
         """Name -> tensor of the stored dtype on the CPU, not aliasing the live weights. Collective under ZeRO-3;
-        ranks with `on_this_rank` false take part and get {}."""
+        ranks with `on_this_rank` false take part and get {}. For export: publishing gathers nothing (`share`)."""
         gathered: dict[str, Tensor] = {}
         for name, tensor in self._live.items():
             if hasattr(tensor, "ds_id"):
@@ -56,24 +63,19 @@ class PublishedWeights:
                 # One at a time: no rank ever holds more than one whole tensor beyond its own part.
                 with deepspeed.zero.GatheredParameters([tensor]):
                     if on_this_rank:
-                        gathered[name] = self._copy(tensor)
+                        gathered[name] = self._copy(name, tensor)
             elif on_this_rank:
-                gathered[name] = self._copy(tensor)
-        return self._split(gathered) if on_this_rank else {}
+                gathered[name] = self._copy(name, tensor)
+        if not on_this_rank:
+            return {}
+        return {name: tensor.contiguous() for name, tensor in revert(self._lm, gathered).items()}
 
     def bits(self, *, on_this_rank: bool = True) -> dict[str, NDArray[Any]]:
         """`tensors` as flat unsigned integers."""
         return {name: tensor_bits(t) for name, t in self.tensors(on_this_rank=on_this_rank).items()}
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        copied = tensor.detach().to("cpu", copy=True)
-        return copied.to(self._stored) if copied.is_floating_point() else copied
-
-    def _split(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        split = revert_weight_conversion(self._lm, dict(tensors))
-        return {name: tensor.contiguous() for name, tensor in split.items()}
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True).to(self._stored[name])
 
 
 def tensor_bits(tensor: Tensor) -> NDArray[Any]:
@@ -93,7 +95,7 @@ def export_hf(directory: Path, layout: Layout, bits: dict[str, NDArray[Any]], *,
             (directory / file.name).write_bytes(file.read_bytes())
     tensors = {
         spec.name: torch.from_numpy(bits[spec.name].view(_SIGNED[spec.dtype]))
-        .view(_TORCH[spec.dtype])
+        .view(TORCH[spec.dtype])
         .reshape(spec.shape)
         for spec in layout.tensors
     }
@@ -105,7 +107,7 @@ def export_hf(directory: Path, layout: Layout, bits: dict[str, NDArray[Any]], *,
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _layout_dtype(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in _BITS:
-        raise ConfigError(f"weight {name!r} has dtype {tensor.dtype}, which the learner cannot publish")
-    return _BITS[tensor.dtype][0]
+def _layout_dtype(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _BITS:
+        raise ConfigError(f"weight {name!r} has dtype {dtype}, which the learner cannot publish")
+    return _BITS[dtype][0]

@@ -27,7 +27,7 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_names_shapes_and_bits_are_those_of_the_checkpoint(which, request):
     directory = request.getfixturevalue(which)
     stored = load_file(directory / "model.safetensors")
-    published = PublishedWeights(load_model(directory, torch.bfloat16), torch.bfloat16)
+    published = PublishedWeights(load_model(directory, torch.bfloat16))
     bits = published.bits()
     assert {t.name: (t.dtype, t.shape) for t in published.layout.tensors} == {
         name: ("bf16", tuple(tensor.shape)) for name, tensor in stored.items()
@@ -39,8 +39,9 @@ def test_names_shapes_and_bits_are_those_of_the_checkpoint(which, request):
 
 
 def test_masters_are_published_rounded(model_dir: Path):
-    lm = load_model(model_dir, torch.bfloat16).float()
-    published = PublishedWeights(lm, torch.bfloat16)
+    lm = load_model(model_dir, torch.bfloat16)
+    published = PublishedWeights(lm)
+    lm.float()
     with torch.no_grad():
         for p in lm.parameters():
             p.mul_(1.001)
@@ -50,7 +51,7 @@ def test_masters_are_published_rounded(model_dir: Path):
 
 def test_what_was_published_does_not_change_with_the_weights(model_dir: Path):
     lm = load_model(model_dir, torch.float32)
-    bits = PublishedWeights(lm, torch.float32).bits()
+    bits = PublishedWeights(lm).bits()
     before = {name: b.copy() for name, b in bits.items()}
     with torch.no_grad():
         for p in lm.parameters():
@@ -62,7 +63,7 @@ def test_what_was_published_does_not_change_with_the_weights(model_dir: Path):
 def test_an_exported_folder_loads_and_says_the_same(which, request, tmp_path: Path):
     directory = request.getfixturevalue(which)
     lm = load_model(directory, torch.float32)
-    published = PublishedWeights(lm, torch.float32)
+    published = PublishedWeights(lm)
     with torch.no_grad():
         for p in lm.parameters():
             p.mul_(1.01)
