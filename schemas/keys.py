@@ -5,6 +5,10 @@ Region Redis (trajectories):
     ab:{run}:seen              hash     producer id -> highest sequence number appended
     ab:{run}:ledger            hash     produced, trained, dropped:<cause> -> count of groups
     ab:{run}:dead              stream   entries nobody can read, with `cause`
+    ab:{run}:wcache:DIGEST     string   a weight chunk of an object store, kept for the region's producers
+    ab:{run}:wcache_used       zset     DIGEST -> when it was last used (Unix ms)
+    ab:{run}:wcache_sizes      hash     DIGEST -> bytes, and "total"
+    ab:{run}:wcache_fetch:DIGEST string who is fetching that chunk into the cache (expires)
 Hub Redis (weights, permits, status):
     ab:{run}:epoch             string   newest epoch opened (INCR)
     ab:{run}:head              string   JSON {epoch, version}: newest committed manifest
@@ -111,6 +115,20 @@ class Keys:
 
     def blob(self, digest: str) -> str:
         return self._key("blob", digest)
+
+    def cached_blob(self, digest: str) -> str:
+        return self._key("wcache", digest)
+
+    def cache_fetch(self, digest: str) -> str:
+        return self._key("wcache_fetch", digest)
+
+    @property
+    def cache_used(self) -> str:
+        return self._key("wcache_used")
+
+    @property
+    def cache_sizes(self) -> str:
+        return self._key("wcache_sizes")
 
     @property
     def permits(self) -> str:

@@ -14,7 +14,7 @@ Kinds:
 from __future__ import annotations
 
 import json
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -26,7 +26,7 @@ HEX256 = r"^[0-9a-f]{64}$"
 HEX512 = r"^[0-9a-f]{128}$"
 MAX_CHUNK_BYTES = 512 * 2**20
 MAX_MANIFEST_BYTES = 64 * 2**20  # about 600,000 chunks: refused before it is parsed
-FORMAT = "anabranch.manifest/2"
+FORMAT: Final = "anabranch.manifest/2"
 Kind = Literal["anchor", "delta", "skip", "fork"]
 
 

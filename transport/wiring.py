@@ -2,6 +2,7 @@
 
 Invariant: each call makes connections of its own (a client object belongs to one thread) and gives up after
 `channel.connect_deadline_s` with an error that names the server, without its password.
+Held by tests/unit/transport/test_wiring.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import structlog
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import StreamUnavailableError
 from anabranch.schemas.keys import Keys
+from anabranch.transport.blob_store import BlobStore
 from anabranch.transport.boards import EvaluationBoard, RunBoard
+from anabranch.transport.cached_blob_store import CachedBlobStore
 from anabranch.transport.permits import Permits
 from anabranch.transport.redis_boards import RedisEvaluationBoard, RedisRunBoard
 from anabranch.transport.redis_client import connect, open_client
@@ -43,15 +46,37 @@ class Hub:
 
 
 def connect_hub(config: RunConfig) -> Hub:
-    """Raises StreamUnavailableError (deadline) or ConfigError (credentials)."""
+    """Raises StreamUnavailableError (deadline) or ConfigError (credentials, blob store)."""
+    blobs = _blob_store(config)
     client = _connect(config, config.hub.url, "the hub's Redis")
     keys = Keys(config.run.name)
     return Hub(
-        channel=RedisWeightChannel(client, keys),
+        channel=RedisWeightChannel(client, keys, blobs=blobs, what="the hub's Redis"),
         permits=RedisPermits(client, keys),
         runs=RedisRunBoard(client, keys),
         evaluations=RedisEvaluationBoard(client, keys),
     )
+
+
+def connect_weights(config: RunConfig, region: str) -> WeightChannel:
+    """The channel as producers of `region` read it: heads and manifests from `regions.REGION.weights_url`, or from the
+    hub; chunks from there too, or from the object store, through the region's cache if it has one. Leases need
+    `connect_hub`.
+
+    Raises:
+        StreamUnavailableError: no answer by the deadline. A region's cache that is away is done without.
+        ConfigError: credentials or blob store.
+    """
+    section = config.regions[region]
+    keys = Keys(config.run.name)
+    blobs = _blob_store(config)
+    what = "the hub's Redis" if section.weights_url is None else f"the weights replica of region {region}"
+    client = _connect(config, section.weights_url or config.hub.url, what)
+    if blobs is not None and config.channel.region_cache_bytes:
+        name = f"the weight cache in {_region(region)}"
+        cache = open_client(section.url, stream=config.stream, deadline_s=PATIENCE_S, what=name)
+        blobs = CachedBlobStore(blobs, cache, keys, config.channel.region_cache_bytes, what=name)
+    return RedisWeightChannel(client, keys, blobs=blobs, what=what)
 
 
 def connect_region(config: RunConfig, region: str) -> TrajectoryStream:
@@ -97,6 +122,14 @@ def connect_regions(config: RunConfig) -> dict[str, TrajectoryStream]:
         )
         for name, client in clients.items()
     }
+
+
+def _blob_store(config: RunConfig) -> BlobStore | None:
+    if config.channel.blobs == "redis":
+        return None
+    from anabranch.transport.object_blob_store import open_blob_store  # loads obstore, for those who need it
+
+    return open_blob_store(config.channel, config.run.name)
 
 
 def _region(name: str) -> str:

@@ -14,6 +14,9 @@ def every_key(run: str) -> dict[str, str]:
     found["manifest"] = keys.manifest(1, 2, "delta")
     found["layout"] = keys.layout("f" * 32)
     found["blob"] = keys.blob("f" * 32)
+    found["cached_blob"] = keys.cached_blob("f" * 32)
+    found["cache_fetch"] = keys.cache_fetch("f" * 32)
+    found["share"] = keys.share(1, 2, "delta")
     found["evaluation_results"] = keys.evaluation_results(1, 2)
     return found
 
@@ -38,6 +41,6 @@ def test_every_key_is_in_the_catalogue() -> None:
     assert module.__doc__ is not None
     for name, key in every_key("{run}").items():
         listed = key.replace("f" * 32, "HASH" if name == "layout" else "DIGEST")
-        listed = listed.replace(":1:2:delta", ":E:V:KIND").replace(":1:2", ":E:V")
+        listed = listed.replace(":1:2:delta", ":E:V:LABEL").replace(":1:2", ":E:V")
         if name != "manifest_prefix":
             assert listed in module.__doc__, f"{name}: {listed} is not described in schemas/keys.py"
