@@ -10,14 +10,20 @@ KV at a swap (`producer.kv_policy`):
                 from what the engine computes on that mixed cache: a fresh forward pass gives slightly other log-probs.
     recompute   running requests are preempted and their KV is computed anew from prompt and tokens so far. Tokens
                 already sampled keep their tag and log-prob, they are not sampled again.
-Either way the prefix cache never crosses a swap: it is salted with the policy, and requests that have no token yet are
-started afresh under the new one.
+    new_requests_only
+                no request sees two policies: `swap` refuses while one runs. Its caller starts none, steps until
+                `has_unfinished` is false, then swaps.
+Whichever it is, the prefix cache never crosses a swap: it is salted with the policy, and requests that have no token yet
+are started afresh under the new one.
+
+What a swap costs: `prepare` works out all writes in the background, beside the steps; `swap` of the same update then only
+writes the elements that changed. Without `prepare`, `swap` does both.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -26,12 +32,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.producers.checkpoint import first_difference
-from anabranch.producers.mirror import Mirror, SharedMemory, layout_of_checkpoint
+from anabranch.producers.mirror import Mirror, layout_of_checkpoint
 from anabranch.producers.vllm_setup import build_engine, configure_environment, stop_token_ids
-from anabranch.schemas import errors
+from anabranch.producers.worker_updates import Changed, WorkerUpdates
 from anabranch.schemas.config import ProducerSection, SamplingSection
-from anabranch.schemas.errors import AnabranchError, ConfigError, ModelMismatchError, UnsafeSamplingError
+from anabranch.schemas.errors import AnabranchError, ConfigError, UnsafeSamplingError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
@@ -92,13 +97,14 @@ class RolloutEngine:
         self._requests: dict[str, _Request] = {}
         self._policy: PolicyVersion | None = None
         self._engine = build_engine(model_dir, config, seed)
+        self._updates = WorkerUpdates(self._engine.collective_rpc, self._layout)
         self._tokenizer = self._engine.get_tokenizer()
         self._state = EngineState.LOADED
         try:
             defaults = self._engine.model_config.get_diff_sampling_param()
             if defaults:
                 raise UnsafeSamplingError(f"the model's generation config changes sampling: {defaults}")
-            self._ask("anabranch_init", model_dir=str(model_dir))
+            self._updates.ask("anabranch_init", model_dir=str(model_dir))
         except BaseException:
             self.close()
             raise
@@ -191,9 +197,22 @@ class RolloutEngine:
         if known:
             self._engine.abort_request(known)
 
-    def swap(
-        self, mirror: Mirror, policy: PolicyVersion, changed: Mapping[str, NDArray[np.int64] | None]
-    ) -> SwapReport:
+    def prepare(self, mirror: Mirror, policy: PolicyVersion, changed: Changed) -> bool:
+        """Begin to work out the writes of `swap` with the same arguments, beside the steps. Ask again between steps.
+
+        `mirror` and `changed` must hold still until that swap, or until another update is prepared or swapped in.
+
+        Returns:
+            Whether all is worked out, so that `swap` has only to write.
+
+        Raises:
+            As `swap`, for what it refuses.
+        """
+        self._require(EngineState.LOADED, EngineState.SERVING)
+        self._updates.begin(mirror, policy, changed)
+        return self._updates.staged(wait=False)
+
+    def swap(self, mirror: Mirror, policy: PolicyVersion, changed: Changed) -> SwapReport:
         """Serve the state in `mirror` as `policy` from the next step on.
 
         Args:
@@ -203,33 +222,20 @@ class RolloutEngine:
         Raises:
             ModelMismatchError: the mirror has another layout, or a name is unknown; the old weights go on serving.
             DeltaError: an index is out of range; the old weights go on serving.
-            AnabranchError: writing failed; the engine is broken and must be closed.
+            AnabranchError: requests run and kv_policy is new_requests_only (the old weights go on serving), or writing
+                failed; the engine is broken then (`state`) and must be closed.
         """
         self._require(EngineState.LOADED, EngineState.SERVING)
-        if mirror.layout.hash != self._layout.hash:
-            raise ModelMismatchError(first_difference(self._layout, mirror.layout))
-        if self._state is EngineState.LOADED:
-            changed = dict.fromkeys(self._layout.by_name)
         started = time.perf_counter()
-        rows, indices = _index_rows(changed)
-        update_info = {
-            "mirror_path": mirror.path,
-            "layout_hash": mirror.layout.hash,
-            "changed": rows,
-            "index_path": indices.path,
-            "index_count": indices.data.nbytes // 8,
-        }
+        if self._config.kv_policy == "new_requests_only" and self._requests:
+            raise AnabranchError(
+                f"producer.kv_policy = new_requests_only: {len(self._requests)} requests run under {self._policy}; "
+                f"finish them before the swap to {policy}"
+            )
+        update = self._updates.begin(mirror, policy, changed)
+        self._updates.staged(wait=True)
         try:
-            self._ask("anabranch_stage", update_info=update_info)
-        except AnabranchError:  # a worker has refused: others may have staged
-            self._ask("anabranch_cancel")
-            raise
-        finally:
-            indices.close()
-        try:
-            self._ask("start_weight_update")
-            self._ask("update_weights", update_info=update_info)
-            self._ask("finish_weight_update")
+            self._updates.write()
             self._forget_kv()
             self._engine.set_weight_version(str(policy))
             self._policy = PolicyVersion.parse(self._engine.get_weight_version())
@@ -239,8 +245,7 @@ class RolloutEngine:
         self._state = EngineState.SERVING
         self._restart_waiting()
         pause_s = time.perf_counter() - started
-        elements = sum(self._layout.by_name[n].numel if i is None else len(i) for n, i in changed.items())
-        return SwapReport(policy, pause_s, elements, len(changed))
+        return SwapReport(policy, pause_s, update.elements, update.tensors)
 
     def live_digest(self) -> str:
         """Root digest of the weights the engine computes with, mapped back to checkpoint names, order and dtype.
@@ -251,7 +256,7 @@ class RolloutEngine:
         self._require(EngineState.LOADED, EngineState.SERVING)
         live = Mirror(self._layout)
         try:
-            self._ask("anabranch_export_live", path=live.path, layout_hash=self._layout.hash)
+            self._updates.ask("anabranch_export_live", path=live.path, layout_hash=self._layout.hash)
             return live.digest()
         finally:
             live.close()
@@ -264,12 +269,7 @@ class RolloutEngine:
         self._requests.clear()
         self._engine.engine_core.shutdown()
         del self._engine
-
-    def _ask(self, method: str, **kwargs: object) -> None:
-        """Call `method` on every worker; raise the first refusal (see `AnabranchWorkerExtension`)."""
-        for refusal in self._engine.collective_rpc(method, kwargs=kwargs):
-            if refusal is not None:
-                raise getattr(errors, refusal[0])(refusal[1])
+        self._updates.close()
 
     def _require(self, *states: EngineState) -> None:
         if self._state not in states:
@@ -314,17 +314,3 @@ class RolloutEngine:
             self._engine.abort_request(list(waiting))
             for request_id, request in waiting.items():
                 self._start(request_id, request)
-
-
-def _index_rows(changed: Mapping[str, NDArray[np.int64] | None]) -> tuple[list[tuple[str, int, int]], SharedMemory]:
-    """Rows [name, first, count] for `UpdateInfo.changed`, and all index arrays one after another in shared memory."""
-    memory = SharedMemory("anabranch-indices", 8 * sum(len(i) for i in changed.values() if i is not None))
-    flat, first, rows = memory.data.view(np.int64), 0, []
-    for name, indices in changed.items():
-        if indices is None:
-            rows.append((name, 0, -1))
-            continue
-        flat[first : first + len(indices)] = indices
-        rows.append((name, first, len(indices)))
-        first += len(indices)
-    return rows, memory

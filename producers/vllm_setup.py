@@ -83,7 +83,7 @@ def build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from anabranch.producers import vllm_cpu_shim
+    from anabranch.producers import vllm_cpu_shim, vllm_plugin
 
     if current_platform.device_type != config.device:
         raise ConfigError(f"producer.device = {config.device}, but this vLLM runs on {current_platform.device_type!r}")
@@ -104,7 +104,7 @@ def build_engine(model_dir: Path, config: ProducerSection, seed: int) -> Any:
         generation_config="vllm",  # the model's own sampling defaults are not used
         seed=seed,
         load_format="safetensors",
-        weight_transfer_config=WeightTransferConfig(backend="anabranch"),
+        weight_transfer_config=WeightTransferConfig(backend=vllm_plugin.BACKEND),
         worker_extension_cls=EXTENSION,
         disable_log_stats=True,
         use_tqdm_on_load=False,

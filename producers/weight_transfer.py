@@ -1,11 +1,12 @@
 """The receiving end of weight updates inside a vLLM worker: a `WeightTransferEngine` named "anabranch".
 
-Invariant: an update is written completely or not at all. `stage` (and vLLM's `update_weights`) only prepares: it maps
-the mirror, checks the layout, every name and every index, and works out all targets and values;
-`finish_weight_update` writes them. A refused update leaves the old weights in place, on every rank. Held by tests/e2e/test_engine_digest.py.
+Invariant: an update is written completely or not at all. `stage` (and vLLM's `update_weights`) only prepares, beside the
+steps if asked to (`producers/staging.py`); `finish_weight_update` writes. A refused update leaves the old weights in
+place, on every rank. Held by tests/e2e/test_engine_digest.py and tests/e2e/test_vllm_serve.py.
 
 An update says where the new state lies (a mirror in shared memory, `producers/mirror.py`) and what changed in it;
-values are absolute, so applying an update twice is harmless. Works in any vLLM process that has called `register()`.
+values are absolute, so applying an update twice is harmless. Works in any vLLM process in which the backend is registered
+(`producers/vllm_plugin.py`, `producers/worker_extension.py`).
 """
 
 from __future__ import annotations
@@ -22,25 +23,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from anabranch.producers import vllm_cpu_shim
+from anabranch.producers import vllm_cpu_shim, worker_extension
 from anabranch.producers.checkpoint import checkpoint_tensors
 from anabranch.producers.index_map import TORCH_DTYPES, IndexMap, trace
-from anabranch.producers.mirror import map_shared, tensor_bits
+from anabranch.producers.mirror import map_shared
+from anabranch.producers.staging import Change, SharedMaps, Staging, tensor_in
+from anabranch.producers.vllm_setup import EXTENSION
 from anabranch.schemas.errors import AnabranchError, DeltaError, ModelMismatchError
 from anabranch.schemas.layout import Layout, TensorSpec
-
-BACKEND = "anabranch"
-WHOLE = -1  # count of a tensor that is copied whole
-DENSE_SHARE = 32  # copying one element in order costs about 1/32 of scattering one: above that share, copy them all
-
-
-def register() -> None:
-    """Make `WeightTransferConfig(backend="anabranch")` known to vLLM in this process. Idempotent."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, AnabranchWeightTransferEngine)
 
 
 @dataclass
@@ -52,37 +44,27 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The new state and what changed. `changed` rows are [tensor name, first, count]: `count` int64 flat indices from
-    position `first` of the index array, or count -1 for the whole tensor."""
+    """The new state and what changed, as `staging.Change` says; from another process it comes as JSON or msgpack."""
 
     mirror_path: str
     layout_hash: str
     changed: list[tuple[str, int, int]] = field(default_factory=list)
     index_path: str = ""
     index_count: int = 0
+    update_id: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class _Scatter:
-    """`values` [K] go to `offsets` (int64 [K]) of `flat`."""
-
-    flat: torch.Tensor
-    offsets: torch.Tensor
-    values: torch.Tensor
-
-    def write(self) -> None:
-        self.flat.index_copy_(0, self.offsets, self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """`source` goes to the equally shaped live view `target`, converted to its dtype."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-
-    def write(self) -> None:
-        self.target.copy_(self.source)
+    def change(self) -> Change:
+        """Raises DeltaError if a field is of another type than it says."""
+        texts = (self.mirror_path, self.layout_hash, self.index_path, self.update_id)
+        rows = [tuple(row) for row in self.changed if isinstance(row, list | tuple)]
+        good = all(len(r) == 3 and isinstance(r[0], str) and type(r[1]) is type(r[2]) is int for r in rows)
+        if not all(isinstance(t, str) for t in texts) or type(self.index_count) is not int or self.index_count < 0:
+            raise DeltaError("a weight update names its shared memory by texts and a count")
+        if not good or len(rows) != len(self.changed):
+            raise DeltaError("a weight update lists its changes as [tensor name, first, count]")
+        return Change(
+            self.mirror_path, self.layout_hash, tuple(rows), self.index_path, self.index_count, self.update_id
+        )  # type: ignore[arg-type]
 
 
 class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -90,10 +72,14 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    _map: IndexMap | None = None
-    _staged_info: UpdateInfo | None = None
-    _staged: list[_Scatter | _Copy]
-    _reload: list[tuple[str, torch.Tensor]]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._map: IndexMap | None = None
+        self.model_dir: str | None = None  # the checkpoint whose index map is resolved
+        self._maps = SharedMaps()
+        self._staging: Staging | None = None
+        if self.parallel_config.worker_extension_cls != EXTENSION:
+            worker_extension.attach()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Resolve the index map and check every runtime element against the checkpoint on disk.
@@ -101,6 +87,7 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             ModelMismatchError: names do not fit, elements are not covered, or live values differ from the checkpoint.
         """
+        self.cancel()
         if self.model_config.quantization is not None:
             raise ModelMismatchError(
                 f"the engine quantizes ({self.model_config.quantization}); updates need plain weights"
@@ -109,69 +96,64 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             vllm_cpu_shim.check_unpacked(self.model)
         stored = checkpoint_tensors(Path(init_info.model_dir))
         layout = Layout.build((t.name, t.dtype, t.shape) for t in stored)
-        self._map = trace(self.model, layout, whole=self.parallel_config.tensor_parallel_size == 1)
-        self.cancel()
+        index_map = trace(self.model, layout, whole=self.parallel_config.tensor_parallel_size == 1)
         for tensor in stored:
-            if tensor.name not in self._map.computed:
-                self._self_check(layout.by_name[tensor.name], tensor.read())
+            if tensor.name not in index_map.computed:
+                _self_check(index_map, layout.by_name[tensor.name], tensor.read())
+        self._map, self.model_dir = index_map, init_info.model_dir
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: writes happen in place, at the end."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Stage an update, unless that very one was staged before. Errors as `stage`."""
-        if update_info != self._staged_info:
-            self._stage(update_info)
+        change = update_info.change()
+        if self._staging is None or self._staging.change != change:
+            self._begin(change)
+        self._staged().result()
 
-    def stage(self, update_info: dict[str, Any]) -> None:
+    def stage(self, update_info: dict[str, Any], *, background: bool) -> None:
         """Check an update and work out its writes, writing nothing. `update_info` has the fields of `UpdateInfo`.
+
+        Args:
+            background: come back at once; ask with `staged`.
 
         Raises:
             ModelMismatchError: another layout, or a tensor the layout lacks.
             DeltaError: the shared memory is gone or too small, or an index is out of range.
         """
-        self._stage(self.parse_update_info(update_info))
+        try:
+            change = self.parse_update_info(update_info).change()
+        except ValueError as error:
+            raise DeltaError(str(error)) from error
+        self._begin(change)
+        if background:
+            self._staged().start()
+        else:
+            self._staged().result()
 
-    def _stage(self, update_info: UpdateInfo) -> None:
-        self.cancel()
-        layout = self._index_map.layout
-        if update_info.layout_hash != layout.hash:
-            raise ModelMismatchError(
-                f"the update is for layout {update_info.layout_hash}, this engine serves layout {layout.hash}"
-            )
-        image = map_shared(update_info.mirror_path, layout.mirror_bytes)
-        positions: NDArray[np.int64] = np.empty(0, np.int64)
-        if update_info.index_count:
-            positions = map_shared(update_info.index_path, 8 * update_info.index_count).view(np.int64)
-        reload = False
-        for name, first, count in update_info.changed:
-            spec = layout.by_name.get(name)
-            if spec is None:
-                raise ModelMismatchError(f"the update changes {name!r}, which the layout lacks")
-            if count != WHOLE and not (0 <= first <= first + count <= len(positions)):
-                raise DeltaError(f"{name}: indices {first}..{first + count} of {len(positions)}")
-            if name in self._index_map.computed:
-                reload = True
-            elif count == WHOLE:
-                self._stage_whole(spec, image)
-            else:
-                self._stage_sparse(spec, image, positions[first : first + count])
-        if reload:  # such tensors may depend on each other inside the loader: all of them or none
-            self._reload = [(n, _tensor(layout.by_name[n], image)) for n in self._index_map.computed]
-        self._staged_info = update_info
+    def staged(self, *, wait: bool) -> bool:
+        """Whether the update is staged. Raises what `stage` found wrong, AnabranchError if nothing is on its way."""
+        staging = self._staged()
+        if not wait and not staging.ready:
+            return False
+        staging.result()
+        return True
 
     def finish_weight_update(self) -> None:
         """Write what was staged."""
-        with torch.no_grad():
-            for write in self._staged:
-                write.write()
-            if self._reload:
-                self.model.load_weights(self._reload)  # type: ignore[operator]
-        self.cancel()
+        if self._staging is None:
+            return
+        self._staging.result().write(self.model.load_weights)  # type: ignore[arg-type]
+        if self.device.type == "cuda":  # what was staged on another stream must outlive the writes
+            torch.cuda.current_stream(self.device).synchronize()
+        self._staging = None
 
     def cancel(self) -> None:
-        """Forget what was staged."""
-        self._staged, self._reload, self._staged_info = [], [], None
+        """Forget what was staged or is being staged."""
+        if self._staging is not None:
+            self._staging.give_up()
+        self._staging = None
 
     def export_live(self, path: str, layout_hash: str) -> None:
         """Write this rank's live weights into the flat image at `path`, in checkpoint order and dtype.
@@ -187,7 +169,7 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ModelMismatchError(f"the loader computes {index_map.computed[0]!r}: it has no way back")
         image = map_shared(path, index_map.layout.mirror_bytes, writable=True)
         for spec in index_map.layout.tensors:
-            target = _tensor(spec, image).view(-1)
+            target = tensor_in(spec, image).view(-1)
             for record, live in index_map.runtime_views(spec.name):
                 stored = live.cpu()
                 exact = stored.to(target.dtype)
@@ -197,6 +179,7 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self.cancel()
+        self._maps.clear()
 
     @property
     def _index_map(self) -> IndexMap:
@@ -204,42 +187,25 @@ class AnabranchWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise AnabranchError("init_weight_transfer_engine has not been called")
         return self._map
 
-    def _self_check(self, spec: TensorSpec, data: NDArray[np.uint8]) -> None:
-        stored = torch.from_numpy(data).view(TORCH_DTYPES[spec.dtype])
-        for record, live in self._index_map.runtime_views(spec.name):
-            expected = stored.as_strided(record.shape, record.src_strides, record.src_offset).to(live.dtype)
-            if not _same_bits(expected, live.cpu()):
-                raise ModelMismatchError(
-                    f"the engine's {record.parameter!r} does not hold the values of {spec.name!r}: the backend "
-                    "transforms weights after loading, in-place updates would be wrong"
-                )
+    def _begin(self, change: Change) -> None:
+        self.cancel()
+        self._staging = Staging(change, self._index_map, self._maps, self.device)
 
-    def _stage_whole(self, spec: TensorSpec, image: NDArray[np.uint8]) -> None:
-        source = _tensor(spec, image).view(-1)
-        for record, live in self._index_map.runtime_views(spec.name):
-            self._staged.append(_Copy(live, source.as_strided(record.shape, record.src_strides, record.src_offset)))
-
-    def _stage_sparse(self, spec: TensorSpec, image: NDArray[np.uint8], indices: NDArray[np.int64]) -> None:
-        if len(indices) == 0:
-            return
-        if int(indices.min()) < 0 or int(indices.max()) >= spec.numel:
-            raise DeltaError(f"{spec.name}: an index is outside its {spec.numel} elements")
-        if len(indices) * DENSE_SHARE >= spec.numel:
-            self._stage_whole(spec, image)
-            return
-        bits = tensor_bits(image, spec)[indices]
-        values = torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).to(self.device)
-        where = torch.from_numpy(indices).to(self.device)
-        for record in self._index_map.copies[spec.name]:
-            mask, offsets = record.locate(where, whole=record.shape == (spec.numel,))
-            flat = self._index_map.parameters[record.parameter]
-            self._staged.append(_Scatter(flat, offsets, (values if mask is None else values[mask]).to(flat.dtype)))
+    def _staged(self) -> Staging:
+        if self._staging is None:
+            raise AnabranchError("no weight update is being staged")
+        return self._staging
 
 
-def _tensor(spec: TensorSpec, image: NDArray[np.uint8]) -> torch.Tensor:
-    """Tensor `spec` inside a flat image, without a copy."""
-    raw = image[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
-    return torch.from_numpy(raw).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+def _self_check(index_map: IndexMap, spec: TensorSpec, data: NDArray[np.uint8]) -> None:
+    stored = torch.from_numpy(data).view(TORCH_DTYPES[spec.dtype])
+    for record, live in index_map.runtime_views(spec.name):
+        expected = stored.as_strided(record.shape, record.src_strides, record.src_offset).to(live.dtype)
+        if not _same_bits(expected, live.cpu()):
+            raise ModelMismatchError(
+                f"the engine's {record.parameter!r} does not hold the values of {spec.name!r}: the backend "
+                "transforms weights after loading, in-place updates would be wrong"
+            )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -137,7 +137,7 @@ def test_a_tensor_that_the_loader_computes_is_reloaded_through_it(
         parameter, "weight_loader", lambda p, w: p.data.copy_(w.float().exp().log()), raising=False
     )  # fmt: skip
     try:
-        engine._ask("anabranch_init", model_dir=str(keep_lab.model_dir))
+        engine._updates.ask("anabranch_init", model_dir=str(keep_lab.model_dir))
         keep_lab.mirror.write(name, np.array([3]), np.array([0x4000], np.uint16))  # 2.0
         keep_lab.engine.swap(keep_lab.mirror, PolicyVersion(2, 6), {name: np.array([3])})
         assert float(parameter.data[3]) == pytest.approx(2.0)
@@ -146,7 +146,7 @@ def test_a_tensor_that_the_loader_computes_is_reloaded_through_it(
     finally:
         monkeypatch.undo()
         keep_lab.begin(30)
-        engine._ask("anabranch_init", model_dir=str(keep_lab.model_dir))
+        engine._updates.ask("anabranch_init", model_dir=str(keep_lab.model_dir))
     assert engine.live_digest() == keep_lab.mirror.digest()
 
 
