@@ -140,10 +140,6 @@ def follow(
         sleep(POLL_S)
 
 
-def as_text(lines: Sequence[Line], now_ms: int) -> str:
-    return "\n".join([HEADING, *(text_of(line, now_ms) for line in lines)])
-
-
-def as_json_lines(lines: Sequence[Line]) -> str:
-    """One JSON object a line, one line a version."""
-    return "\n".join(json.dumps(json_of(line)) for line in lines)
+def json_text(line: Line) -> str:
+    """One JSON object on one line."""
+    return json.dumps(json_of(line))

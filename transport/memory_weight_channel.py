@@ -226,6 +226,16 @@ class MemoryWeightChannel:
             return 0
         return delete_claimed(self._outside, claim=self._claim, forget=self._forget)
 
+    def disown(self, digests: Iterable[str]) -> int:
+        store = self._store
+        with store.lock:
+            mine = [d for d in digests if store.references[d] <= 0 and d not in store.garbage]
+            if self._outside is None:
+                store.blobs.delete(mine)
+            else:
+                store.garbage |= dict.fromkeys(mine, store.clock_ms())
+            return len(mine)
+
     def _announce(self, digest: str) -> bool:
         with self._store.lock:
             now, score = self._store.clock_ms(), self._store.garbage.get(digest, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import redis
 
@@ -23,13 +24,14 @@ from anabranch.transport import scripts
 from anabranch.transport.announced_blobs import CLAIM_MS, GRACE_MS, AnnouncedBlobs
 from anabranch.transport.blob_store import BlobStore
 from anabranch.transport.garbage import delete_claimed
-from anabranch.transport.redis_blob_store import UNCOMMITTED_TTL_MS, RedisBlobStore
+from anabranch.transport.redis_blob_store import UNCOMMITTED_TTL_MS, RedisBlobStore, batched
 from anabranch.transport.redis_client import Guard
 from anabranch.transport.weight_channel import Lease, Named
 from anabranch.transport.weight_path import cheapest_path
 from anabranch.transport.weight_rules import check_run, checked_layout, checked_manifest, drop_batches, needed, refusal
 
 SHARE_TTL_MS = 30 * 60_000
+_DISOWN_AT_ONCE = 500
 _DROP_ATTEMPTS = 5  # head or pins moved between the decision and the act
 
 
@@ -65,6 +67,7 @@ class RedisWeightChannel:
         self._announce = scripts.load(client, "weights_announce")
         self._claim = scripts.load(client, "weights_claim_garbage")
         self._forget = scripts.load(client, "weights_forget_garbage")
+        self._disown = scripts.load(client, "weights_disown")
         self._blobs: BlobStore = (
             RedisBlobStore(client, keys, what=what) if blobs is None else AnnouncedBlobs(blobs, self._announced)
         )
@@ -238,6 +241,13 @@ class RedisWeightChannel:
                 d.decode() for d in self._guard.repeat(lambda: self._claim(keys=keys, args=[count, CLAIM_MS]))
             ],
             forget=lambda digests: self._guard.repeat(lambda: self._forget(keys=keys[:1], args=list(digests))),
+        )
+
+    def disown(self, digests: Iterable[str]) -> int:
+        keys = [self._keys.garbage, self._keys.blob_references]
+        return sum(
+            int(self._guard.repeat(partial(self._disown, keys=keys, args=[self._blob_prefix, self._grace_ms, *some])))
+            for some in batched(digests, _DISOWN_AT_ONCE)
         )
 
     def close(self) -> None:

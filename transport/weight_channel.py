@@ -106,4 +106,9 @@ class WeightChannel(Protocol):
         """Delete chunks whose grace has passed from the blob store; returns how many."""
         ...
 
+    def disown(self, digests: Iterable[str]) -> int:
+        """Chunks of the blob store that no manifest names, nor anybody is publishing, become garbage: `collect_garbage`
+        deletes them, those in Redis expire. Returns how many of `digests` they are."""
+        ...
+
     def close(self) -> None: ...
