@@ -110,8 +110,7 @@ class Layout:
 def root_digest(layout: Layout, tensor_digests: dict[str, str]) -> str:
     """Tree digest of a model state: xxh3-128 over the layout hash and every tensor's digest in layout order.
 
-    `tensor_digests` maps each name of the layout to the xxh3-128 (hex) of its bytes; a step that changes
-    three tensors only rehashes those three.
+    `tensor_digests` maps each name of the layout to its tensor's digest (`kernels.digest`, 32 hex digits).
     """
     root = xxhash.xxh3_128(layout.hash.encode())
     for spec in layout.tensors:

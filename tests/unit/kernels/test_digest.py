@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from anabranch.kernels.digest import digest_of_sums, sums_at, tensor_digest, tensor_sums
 from anabranch.kernels.workers import Workers
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "delta-format.md"
 
 
 @pytest.mark.parametrize(
@@ -16,8 +20,9 @@ from anabranch.kernels.workers import Workers
     ],
 )
 def test_fixed_inputs_have_the_digests_they_always_had(bits: np.ndarray, digest: str) -> None:
-    """They stand in manifests and in delta files, and other programs may compute them too."""
+    """They stand in manifests and in delta files, and other programs compute them by docs/delta-format.md."""
     assert tensor_digest(bits) == digest
+    assert not bits.size or f"| `{digest}` |" in PAGE.read_text("utf-8")
 
 
 def test_the_bytes_decide_whatever_they_are_seen_as() -> None:
