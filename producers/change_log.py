@@ -146,7 +146,7 @@ class ChangeLog:
             return []
         head = record[: len(record) // 8 * 8].view(np.int64)
         rows = int(head[4]) // 40
-        return [tuple(row) for row in head[: 5 * rows].reshape(rows, 5).tolist()]
+        return [(a, b, c, d, e) for a, b, c, d, e in head[: 5 * rows].reshape(rows, 5).tolist()]
 
     @staticmethod
     def _indices(record: NDArray[np.uint8], form: int, count: int, at: int) -> NDArray[np.int64]:

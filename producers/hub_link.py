@@ -9,6 +9,7 @@ Held by tests/unit/producers/test_hub_link.py.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -57,6 +58,7 @@ class HubLink:
         self._next_status = self._next_renew = 0.0
         self._failure: Exception | None = None
         self.finished: str | None = None
+        self.verification: str | None = None  # token of a request to verify the live weights
         self.error = ""
         self._log = structlog.get_logger()
         self._thread = threading.Thread(target=self._run, name="hub-link", daemon=True)
@@ -141,6 +143,8 @@ class HubLink:
                 return
             self._wake.wait(pause_s)
             self._wake.clear()
+        with contextlib.suppress(AnabranchError):
+            self._runs.report_producer(self._producer, self._status())  # how it ended
 
     def turn(self) -> None:
         """One round of everything that is due."""
@@ -164,6 +168,7 @@ class HubLink:
             self._next_status = now + STATUS_EVERY_S
             self._runs.report_producer(self._producer, self._status())
             self.finished = self._runs.finished()
+            self.verification = self._runs.verification_wanted()
 
     def _renew(self) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,16 @@ def tensor_bits(image: NDArray[np.uint8], spec: TensorSpec) -> NDArray[Any]:
     """The elements of tensor `spec` inside a flat image, as unsigned integers of the dtype's width [numel]."""
     raw = image[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
     return raw.view(uint_dtype(spec.dtype))
+
+
+class SharedImage(Protocol):
+    """What an engine needs of a mirror: its layout, and where the image can be mapped (see `map_shared`)."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def path(self) -> str: ...
 
 
 class Mirror:

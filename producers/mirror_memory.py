@@ -12,17 +12,21 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.schemas.layout import Layout
+from anabranch.schemas.manifest import Manifest
+from anabranch.schemas.versions import PolicyVersion
 
 MAGIC = b"ABNODE1"
 PAGE = 4096
 LOG_SLOTS = 64
-LOG_SLACK = 2**20  # of tables beside the bits of a change
+LOG_SLACK = 4 * 2**20  # for tables beside the bits, and for models so small that a share of the image is nothing
 
 
 class MirrorState(enum.IntEnum):
@@ -58,6 +62,18 @@ HEADER = np.dtype(
     ]
 )
 assert HEADER.itemsize <= PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a mirror holds. `seq` counts its advances; `path` and `path_bytes` say how it came to be."""
+
+    policy: PolicyVersion
+    digest: str
+    seq: int
+    published_ms: int
+    path: tuple[str, ...]
+    path_bytes: int
 
 
 def _pages(size_bytes: int) -> int:
@@ -124,6 +140,32 @@ class MirrorMemory:
     @state.setter
     def state(self, state: MirrorState) -> None:
         self.header["state"][0] = state
+
+    def content(self) -> Content:
+        """What the header says; it counts in state VALID only."""
+        now = self.header["now"][0]
+        path = now["path"].decode(errors="replace")
+        return Content(
+            PolicyVersion(int(now["epoch"]), int(now["version"])),
+            now["digest"].decode(errors="replace"),
+            int(now["seq"]),
+            int(now["published_ms"]),
+            tuple(path.split(", ")) if path else (),
+            int(now["path_bytes"]),
+        )
+
+    def set_target(self, manifest: Manifest, seq: int, path: Sequence[str], path_bytes: int) -> None:
+        """What it is going to hold."""
+        target = self.header["target"][0]
+        target["epoch"], target["version"], target["seq"] = manifest.epoch, manifest.version, seq
+        target["digest"], target["published_ms"] = manifest.result_digest.encode(), manifest.published_ms
+        shown = [*path[:5], f"... {len(path) - 10} more", *path[-5:]] if len(path) > 10 else path
+        target["path"], target["path_bytes"] = ", ".join(shown).encode(), path_bytes
+
+    def settle(self) -> None:
+        """It holds the target. The state comes last."""
+        self.header["now"][0] = self.header["target"][0]
+        self.state = MirrorState.VALID
 
     def free_log(self, offset: int, size_bytes: int) -> None:
         """Give the memory of a range of the log (whole pages) back; it reads as zeros then."""

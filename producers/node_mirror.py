@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,12 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.delta_codec import TensorChange, check_disjoint, decode_anchor
 from anabranch.kernels.delta_dtypes import Bits
+from anabranch.kernels.digest import Sums
 from anabranch.kernels.workers import Workers
 from anabranch.producers.change_log import Changed, ChangeLog
 from anabranch.producers.mirror import check_change, places, tensor_bits
 from anabranch.producers.mirror_lock import FileLock
-from anabranch.producers.mirror_memory import MirrorMemory, MirrorState
+from anabranch.producers.mirror_memory import LOG_SLACK, Content, MirrorMemory, MirrorState
 from anabranch.producers.mirror_registry import NotShared, default_node_dir, find_or_make
 from anabranch.producers.mirror_sums import MirrorSums
 from anabranch.schemas.errors import DeadlineError, DeltaError, ModelMismatchError
@@ -43,36 +43,22 @@ IMAGE_DEADLINE_S = 20.0  # a reader holds the image for the time of one swap
 LOG_SHARE = 4  # the change log keeps as much as 1 / LOG_SHARE of the image
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a mirror holds. `seq` counts its advances; `path` and `path_bytes` say how it came to be."""
-
-    policy: PolicyVersion
-    digest: str
-    seq: int
-    published_ms: int
-    path: tuple[str, ...]
-    path_bytes: int
-
-
 class NodeMirror:
     """One process's handle. Two threads may use it: the follower's (everything but `hold` and `let_go`) and the engine's
     (`hold`, `let_go`, and reading while it holds)."""
 
-    def __init__(
-        self, layout: Layout, memory: MirrorMemory, *, workers: Workers | None = None, alone: str = ""
-    ) -> None:
+    def __init__(self, layout: Layout, memory: MirrorMemory, *, codec_threads: int = 1, alone: str = "") -> None:
         """Use `open_node_mirror`. `alone`: why it is not shared, "" if it is."""
         self.layout, self.alone, self._memory = layout, alone, memory
-        self._workers = workers or Workers()
+        self.workers = Workers(codec_threads)
         self._header = memory.header
-        self._log = ChangeLog(memory, layout, budget_bytes=layout.mirror_bytes // LOG_SHARE)
+        self._log = ChangeLog(memory, layout, budget_bytes=max(LOG_SLACK, layout.mirror_bytes // LOG_SHARE))
         control, image = (f"/proc/self/fd/{fd}" for fd in memory.descriptors)
         self._turn = FileLock(control, "the turn to fetch weights for this node")
         self._writing = FileLock(image, "the node's copy of the weights")
         self._reading = FileLock(image, "the node's copy of the weights")
         self._bits: dict[str, Bits] = {spec.name: tensor_bits(memory.image, spec) for spec in layout.tensors}
-        self._sums = MirrorSums(layout, memory, self._bits, self._workers)
+        self._sums = MirrorSums(layout, memory, self._bits, self.workers)
 
     # What it holds
 
@@ -116,7 +102,7 @@ class NodeMirror:
             seq = int(self._header["now"]["seq"][0])
             if self._memory.state is not MirrorState.VALID:
                 return None
-            content = self._read_content()
+            content = self._memory.content()
             if self._memory.state is MirrorState.VALID and int(self._header["now"]["seq"][0]) == seq == content.seq:
                 return content
         return None
@@ -151,9 +137,9 @@ class NodeMirror:
                 self._scatter(changes)
                 self._sums.store(self._sums.recomputed())
                 if self._sums.digest({}).encode() == self._header["target"]["digest"][0]:
-                    self._settle()
+                    self._memory.settle()
                     structlog.get_logger().info(
-                        "finished an update of a process that died", policy=str(self._read_content().policy)
+                        "finished an update of a process that died", policy=str(self._memory.content().policy)
                     )
                     return
             self._empty()
@@ -169,10 +155,9 @@ class NodeMirror:
             DeadlineError: a reader does not let go of the image; nothing is written.
         """
         content = self.content()
-        base = manifest.base.digest if manifest.base is not None else manifest.result_digest
-        if content is None or base != content.digest:
+        if content is None or manifest.base is None or manifest.base.digest != content.digest:
             has = "no version" if content is None else f"{content.policy} with digest {content.digest}"
-            raise DeltaError(f"weights {manifest.policy} go on from digest {base}, but this node holds {has}")
+            raise DeltaError(f"weights {manifest.policy} go on from {manifest.base}, but this node holds {has}")
         for change in changes:
             check_change(self.tensor_bits(change.name), change)
         sums = self._sums.after(changes)
@@ -181,18 +166,16 @@ class NodeMirror:
             raise DeltaError(
                 f"weights {manifest.policy}: digest {digest} would result, the manifest says {manifest.result_digest}"
             )
-        with self._writing.held(deadline_s=IMAGE_DEADLINE_S):
-            logged = self._log.append(content.seq + 1, changes)
-            self._set_target(manifest, content.seq + 1, path, path_bytes)
-            self._memory.state = MirrorState.APPLYING if logged else MirrorState.REBUILDING
-            self._scatter(changes)
-            for change in changes:
-                if not np.array_equal(self._bits[change.name][places(change)], change.bits):
-                    self._empty()
-                    raise DeltaError(f"weights {manifest.policy}: {change.name} does not hold what was written to it")
-            self._sums.store(sums)
-            self._settle()
-            self._log.trim()
+        self._write(manifest, changes, sums, content.seq + 1, path, path_bytes)
+
+    def rename(self, manifest: Manifest, *, path: Sequence[str]) -> None:
+        """With the turn: what it holds is `manifest`'s state already. Raises DeltaError if it is not, DeadlineError."""
+        content = self.content()
+        if content is None or content.digest != manifest.result_digest:
+            raise DeltaError(
+                f"weights {manifest.policy} have digest {manifest.result_digest}, this node holds another state"
+            )
+        self._write(manifest, (), {}, content.seq + 1, path, 0)
 
     def rebuild(self, manifest: Manifest, chunks: Sequence[bytes], *, path: Sequence[str], path_bytes: int) -> None:
         """With the turn: decode a snapshot in place, whatever it held before.
@@ -207,11 +190,11 @@ class NodeMirror:
         if elements != whole:
             raise DeltaError(f"weights {manifest.policy}: the snapshot's chunks cover {elements} of {whole} elements")
         with self._writing.held(deadline_s=IMAGE_DEADLINE_S):
-            self._set_target(manifest, int(self._header["now"]["seq"][0]) + 1, path, path_bytes)
+            self._memory.set_target(manifest, int(self._header["now"]["seq"][0]) + 1, path, path_bytes)
             self._memory.state = MirrorState.REBUILDING
             try:
                 self._log.clear()
-                decode_anchor(self.layout, chunks, self._bits, self._workers)
+                decode_anchor(self.layout, chunks, self._bits, self.workers)
                 self._sums.store(self._sums.recomputed())
                 digest = self._sums.digest({})
                 if digest != manifest.result_digest:
@@ -221,7 +204,7 @@ class NodeMirror:
             except BaseException:
                 self._empty()
                 raise
-            self._settle()
+            self._memory.settle()
 
     # Reading
 
@@ -252,33 +235,32 @@ class NodeMirror:
         """Give it up; it goes with the last process that has not. Idempotent."""
         for lock in (self._turn, self._writing, self._reading):
             lock.close()
+        self.workers.close()
         self._memory.close()
 
     # Inside
 
-    def _read_content(self) -> Content:
-        now = self._header["now"][0]
-        policy = PolicyVersion(int(now["epoch"]), int(now["version"]))
-        path = now["path"].decode(errors="replace")
-        return Content(
-            policy,
-            now["digest"].decode(errors="replace"),
-            int(now["seq"]),
-            int(now["published_ms"]),
-            tuple(path.split(", ")) if path else (),
-            int(now["path_bytes"]),
-        )
-
-    def _set_target(self, manifest: Manifest, seq: int, path: Sequence[str], path_bytes: int) -> None:
-        target = self._header["target"][0]
-        target["epoch"], target["version"], target["seq"] = manifest.epoch, manifest.version, seq
-        target["digest"], target["published_ms"] = manifest.result_digest.encode(), manifest.published_ms
-        target["path"], target["path_bytes"] = _short(path), path_bytes
-
-    def _settle(self) -> None:
-        """The target is what it holds now. The state comes last."""
-        self._header["now"][0] = self._header["target"][0]
-        self._memory.state = MirrorState.VALID
+    def _write(
+        self,
+        manifest: Manifest,
+        changes: Sequence[TensorChange],
+        sums: Mapping[int, Sums],
+        seq: int,
+        path: Sequence[str],
+        path_bytes: int,
+    ) -> None:
+        with self._writing.held(deadline_s=IMAGE_DEADLINE_S):
+            logged = self._log.append(seq, changes)
+            self._memory.set_target(manifest, seq, path, path_bytes)
+            self._memory.state = MirrorState.APPLYING if logged else MirrorState.REBUILDING
+            self._scatter(changes)
+            for change in changes:
+                if not np.array_equal(self._bits[change.name][places(change)], change.bits):
+                    self._empty()
+                    raise DeltaError(f"weights {manifest.policy}: {change.name} does not hold what was written to it")
+            self._sums.store(sums)
+            self._memory.settle()
+            self._log.trim()
 
     def _empty(self) -> None:
         self._memory.state = MirrorState.REBUILDING  # until the log is clear, which nobody may read then
@@ -290,9 +272,7 @@ class NodeMirror:
             self._bits[change.name][places(change)] = change.bits
 
 
-def open_node_mirror(
-    layout: Layout, *, run: str, node_dir: Path | None = None, workers: Workers | None = None
-) -> NodeMirror:
+def open_node_mirror(layout: Layout, *, run: str, node_dir: Path | None = None, codec_threads: int = 1) -> NodeMirror:
     """The mirror that the producers of this node, user, run and layout share, or, where they cannot, one of its own."""
     name = f"{run}.{layout.hash[:16]}"
     try:
@@ -302,13 +282,7 @@ def open_node_mirror(
             lambda control, image: MirrorMemory.adopt(layout, run, control, image),
             lambda: MirrorMemory.make(layout, run),
         )
-        return NodeMirror(layout, memory, workers=workers)
+        return NodeMirror(layout, memory, codec_threads=codec_threads)
     except (NotShared, DeadlineError, OSError) as error:
         structlog.get_logger().warning("this producer keeps a copy of the weights of its own", reason=str(error))
-        return NodeMirror(layout, MirrorMemory.make(layout, run), workers=workers, alone=str(error))
-
-
-def _short(path: Sequence[str]) -> bytes:
-    """The path as text that fits the header: a long one without its middle."""
-    shown = [*path[:5], f"... {len(path) - 10} more", *path[-5:]] if len(path) > 10 else path
-    return ", ".join(shown).encode()
+        return NodeMirror(layout, MirrorMemory.make(layout, run), codec_threads=codec_threads, alone=str(error))

@@ -18,15 +18,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
-from anabranch.producers.engine import EngineState, Finished, RolloutEngine
+from anabranch.producers.engine import Finished, RolloutEngine
 from anabranch.producers.environments import Problem
 from anabranch.producers.evaluation import HeldOut
 from anabranch.producers.hub_link import HubLink
 from anabranch.producers.outbox import Outbox
 from anabranch.producers.prompts import Prompts, sample_seed
-from anabranch.producers.weight_follower import WeightFollower, changed_elements
+from anabranch.producers.swapper import Swapper
+from anabranch.producers.weight_follower import WeightFollower
 from anabranch.schemas.config import RunConfig
-from anabranch.schemas.errors import AnabranchError, ConfigError, DeadlineError, DeltaError
+from anabranch.schemas.errors import DeadlineError
 from anabranch.schemas.metrics import ProducerStatus
 from anabranch.schemas.trajectory import Group, Rollout
 from anabranch.transport.permits import Permit
@@ -76,10 +77,8 @@ class RolloutLoop:
         self._heldout = HeldOut(engine, prompts, link, config)
         self._draining_since: float | None = None
         self._rate: deque[tuple[float, int]] = deque()
-        self._groups_done = self._swaps = 0
-        self._served_since_ms = 0
-        self._last_pause_ms = self._publish_to_serve_ms = 0.0
-        self._swap_error = ""
+        self._groups_done = 0
+        self._swapper = Swapper(engine, follower, config.producer, clock_ms=clock_ms)
         self.state = ProducerState.WAITING_FOR_WEIGHTS
         self._log = structlog.get_logger()
 
@@ -100,12 +99,17 @@ class RolloutLoop:
 
     def turn(self) -> None:
         """One engine step and everything around it."""
-        self._swap_if_staged()
+        if not self._heldout.busy:
+            self._swapper.turn()
+        self._verify_if_asked()
         self._start_groups()
         self._send()
         self.state = self._state_now()
         if not self._engine.has_unfinished:
-            self._follower.staged(wait_s=IDLE_S)  # a permit may come at any moment, an update ends the wait
+            if self._swapper.blocked:
+                time.sleep(IDLE_S)
+            else:
+                self._follower.staged(wait_s=IDLE_S)  # a permit may come at any moment, an update ends the wait
             return
         for finished in self._engine.step():
             self._take_finished(finished)
@@ -115,75 +119,53 @@ class RolloutLoop:
         """Called from the hub link's thread; reads plain attributes only."""
         now = time.monotonic()
         recent = [(t, n) for t, n in list(self._rate) if now - t < RATE_WINDOW_S]
-        policy = self._engine.policy
+        policy, swapper, serving = self._engine.policy, self._swapper, self._follower.serving
         return ProducerStatus(
             updated_ms=self._clock_ms(),
             region=self._region,
             pid=os.getpid(),
             state=self.state.value,
             policy=str(policy) if policy else "",
-            served_since_ms=self._served_since_ms,
+            served_since_ms=swapper.served_since_ms,
             tokens_per_s=sum(n for _, n in recent) / RATE_WINDOW_S,
             groups_done=self._groups_done,
             groups_running=len(self._running),
-            swaps=self._swaps,
-            last_swap_pause_ms=self._last_pause_ms,
-            publish_to_serve_ms=self._publish_to_serve_ms,
+            swaps=swapper.swaps,
+            last_swap_pause_ms=swapper.pause_ms,
+            publish_to_serve_ms=swapper.publish_to_serve_ms,
+            fetched_bytes=self._follower.fetched_bytes,
+            last_fetched_bytes=serving.fetched_bytes if serving else 0,
+            last_path=", ".join(serving.path) if serving else "",
+            following=self._follower.state.value,
+            own_weights=self._follower.mirror.alone,
+            verified_token=swapper.verified[0],
+            verified_policy=swapper.verified[1],
+            verified_digest=swapper.verified[2],
             waiting_for=self._waiting_for(),
-            last_error=self._swap_error or self._follower.last_error or self._outbox.error or self._link.error,
+            last_error=swapper.error or self._follower.last_error or self._outbox.error or self._link.error,
         )
 
-    def _swap_if_staged(self) -> None:
-        staged = self._follower.staged()
-        if staged is None or self._heldout.busy:
-            return
-        try:
-            report = self._engine.swap(self._follower.mirror, staged.policy, staged.changed)
-        except ConfigError:
-            raise
-        except AnabranchError as error:
-            if self._engine.state is EngineState.BROKEN:
-                raise  # its weights are of no version: without this it would hold its permits and never sample again
-            self._swap_error = f"swap to {staged.policy} refused: {error}"
-            self._log.error(
-                "swap refused; the old version goes on serving", policy=str(staged.policy), error=str(error)
-            )
-            self._follower.reject(staged, str(error))
-            return
-        self._verify_live(staged.digest)
-        self._follower.confirm(staged)
-        self._swaps += 1
-        self._swap_error = ""
-        self._served_since_ms = self._clock_ms()
-        self._last_pause_ms = report.pause_s * 1e3
-        self._publish_to_serve_ms = float(max(0, self._served_since_ms - staged.published_ms))
-        self._log.debug(
-            "serving",
-            policy=str(staged.policy),
-            pause_ms=round(self._last_pause_ms, 2),
-            elements=changed_elements(staged.changed, self._follower.mirror),
-            path=staged.path,
-        )
+    def verify_now(self, token: str = "") -> str:
+        """Digest of the live engine's weights; errors as `Swapper.verify_now`."""
+        return self._swapper.verify_now(token)
 
-    def _verify_live(self, digest: str) -> None:
-        """A live engine that is not what it claims must not sample another token: the process ends, and starts afresh."""
-        every = self._config.producer.verify_every_updates
-        if every and (self._swaps + 1) % every == 0:
-            live = self._engine.live_digest()
-            if live != digest:
-                raise DeltaError(f"the live engine's weights have digest {live}, the channel says {digest}")
+    def _verify_if_asked(self) -> None:
+        token = self._link.verification
+        if token and token != self._swapper.verified[0] and self._follower.serving is not None:
+            self._swapper.verify_now(token)
 
     def _start_groups(self) -> None:
         if self._draining_since is not None:
             return
-        if not self._heldout.busy and not self._running:
+        settling = self._swapper.settling
+        if not self._heldout.busy and not self._running and not self._swapper.busy and not settling:
             self._heldout.start_if_granted()
         config = self._config.producer
         full = len(self._outbox) > config.groups_in_flight
         free = 0 if full else config.groups_in_flight - len(self._running)
         reserve = max(1, config.groups_in_flight // 4)
         self._link.want(free + reserve if not full else 0, self._engine.policy)
-        if free <= 0 or self._heldout.busy or self._link.evaluation_waits:
+        if free <= 0 or settling or self._heldout.busy or self._link.evaluation_waits:
             return
         for permit in self._link.take(free):
             self._start(permit)
@@ -285,6 +267,8 @@ class RolloutLoop:
     def _waiting_for(self) -> str:
         if self._engine.policy is None:
             return "the first weights on the channel"
+        if self._swapper.settling and self._running:
+            return "running requests to end before the next weights"
         if self._outbox.error:
             return f"region {self._region}: {len(self._outbox)} groups to append"
         return "permits" if self.state is ProducerState.IDLE else ""

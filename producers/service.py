@@ -19,7 +19,8 @@ import structlog
 from anabranch.producers.engine import RolloutEngine
 from anabranch.producers.environments import Problem, Task
 from anabranch.producers.hub_link import HubLink
-from anabranch.producers.mirror import Mirror, layout_of_checkpoint
+from anabranch.producers.lease_keeper import LeaseKeeper
+from anabranch.producers.node_mirror import open_node_mirror
 from anabranch.producers.outbox import Outbox
 from anabranch.producers.rollout import RolloutLoop
 from anabranch.producers.weight_follower import WeightFollower
@@ -27,7 +28,8 @@ from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import ConfigError, UsageError
 from anabranch.transport.log import setup_logging
 from anabranch.transport.runtime import StopSignal, run_service, sd_notify
-from anabranch.transport.wiring import connect_hub, connect_region
+from anabranch.transport.signing import Verifier
+from anabranch.transport.wiring import connect_hub, connect_region, connect_weights
 
 PROMPT_TRIES = 64
 
@@ -95,18 +97,27 @@ def produce(config: RunConfig, region: str) -> int:
 
     def main() -> int:
         stream = connect_region(config, region)
-        hub, weights_hub = connect_hub(config), connect_hub(config)
-        mirror = Mirror(layout_of_checkpoint(config.model.path))
+        hub, weights, leases_hub = connect_hub(config), connect_weights(config, region), connect_hub(config)
         prompts = TaskPrompts(Task(config.task, config.run.seed), load_tokenizer(config.model.path), config)
         started = time.monotonic()
         engine = RolloutEngine(config.model.path, config.producer, config.sampling, seed=config.run.seed)
         log.info("engine loaded", seconds=round(time.monotonic() - started, 1), producer=producer)
+        # After the engine, whose workers may be forks: they must not hold descriptors of the node's mirror.
+        mirror = open_node_mirror(
+            engine.layout,
+            run=config.run.name,
+            node_dir=config.producer.node_dir,
+            codec_threads=config.channel.codec_threads,
+        )
+        leases = LeaseKeeper(leases_hub.channel, producer, lease_ms=config.channel.lease_ms)
         follower = WeightFollower(
-            weights_hub.channel,
+            weights,
             mirror,
             run=config.run.name,
             poll_ms=config.producer.poll_ms,
-            codec_threads=config.channel.codec_threads,
+            fetch_threads=config.channel.fetch_threads,
+            verify=Verifier(config.channel.trusted_keys).check,
+            leases=leases,
         )
         outbox = Outbox(stream, producer, region=region, deadline_s=config.producer.append_deadline_s)
         link = HubLink(
@@ -119,6 +130,7 @@ def produce(config: RunConfig, region: str) -> int:
             status=lambda: loop.status(),
         )
         loop = RolloutLoop(engine, prompts, follower, link, outbox, config, producer=producer, region=region)
+        leases.start()
         follower.start()
         link.start()
         try:
@@ -126,9 +138,10 @@ def produce(config: RunConfig, region: str) -> int:
         finally:
             link.close()
             follower.close()
+            leases.close()
             engine.close()
             mirror.close()
-            for connection in (stream, hub, weights_hub):
+            for connection in (stream, hub, weights, leases_hub):
                 connection.close()
         log.info("producer ends", reason=reason)
         return 0

@@ -1,47 +1,50 @@
-"""Follows the weight channel in the background and stages updates for the engine.
+"""Follows the weight channel in the background and offers the engine what is new.
 
-Invariant: what `staged()` offers is a mirror whose digest was checked against the manifest; while it is offered the
-mirror does not change; the version served is only what `confirm` was told. A failed fetch, a broken chunk or a wrong
-digest leaves the engine on its old version, is visible in `last_error`, and is retried (by way of the anchor once
-the mirror's content is in doubt). Held by tests/unit/producers/test_weight_follower.py.
+Invariant: what `hold` hands out is a version whose digest was checked against its manifest, and the mirror does not change
+until `confirm` or `reject`; the version served is only what `confirm` was told. Of a node's followers one at a time fetches,
+the others see the mirror move. Whatever fails leaves the engine on its old version, is visible in `last_error`, and is tried
+again: a broken chunk alone, then a path around its manifest, in the end an anchor. A head older than what is served is
+refused. Held by tests/unit/producers/test_weight_follower.py and tests/process/test_weight_kills.py.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
-from anabranch.kernels.delta_codec import TensorChange, decode, decode_anchor
-from anabranch.kernels.workers import Workers
-from anabranch.producers.mirror import Mirror
-from anabranch.producers.weight_plan import plan_path
-from anabranch.schemas.errors import AnabranchError, ConfigError, DeltaError
-from anabranch.schemas.manifest import Manifest
+from anabranch.producers.change_log import Changed
+from anabranch.producers.fetcher import Fetcher
+from anabranch.producers.lease_keeper import LeaseKeeper
+from anabranch.producers.mirror_memory import Content
+from anabranch.producers.node_mirror import NodeMirror
+from anabranch.producers.weight_advance import Advancer
+from anabranch.producers.weight_plan import Check, Planner
+from anabranch.schemas.errors import AnabranchError, ConfigError, DeadlineError, ManifestError
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.retry import backoff_s
 from anabranch.transport.weight_channel import WeightChannel
 
 RETRY_FIRST_S = 0.2
 RETRY_LAST_S = 5.0
-
-Changed = dict[str, NDArray[np.int64] | None]  # tensor -> flat indices, or None for all of it
+TURN_DEADLINE_S = 60.0  # without any progress, of the process that fetches for this node
 
 
 class FollowerState(enum.Enum):
     POLLING = "polling"
     FETCHING = "fetching"
-    STAGED = "staged"
+    WAITING = "waiting for another producer of this node to fetch"
     FAILED = "failed"  # for good: the producer must exit
+    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A verified update: `mirror` holds `policy`; `changed` is what differs from the version last confirmed."""
+    """A verified update: the mirror holds `policy`; `changed` is what differs from the version last confirmed. `path` and
+    `fetched_bytes` say how the mirror came to it, whichever process fetched that."""
 
     policy: PolicyVersion
     digest: str
@@ -49,35 +52,55 @@ class Staged:
     fetched_bytes: int
     path: tuple[str, ...]
     published_ms: int
+    seq: int = 0
 
 
 class WeightFollower:
-    """Runs `poll_once` on a thread of its own. The engine's thread calls `staged`, then `confirm` or `reject`."""
+    """Runs `poll_once` on a thread of its own. The engine's thread asks `staged`, then `hold`s, swaps, and `confirm`s or
+    `reject`s."""
 
     def __init__(
-        self, channel: WeightChannel, mirror: Mirror, *, run: str, poll_ms: int, codec_threads: int = 1
+        self,
+        channel: WeightChannel,
+        mirror: NodeMirror,
+        *,
+        run: str,
+        poll_ms: int,
+        fetch_threads: int = 8,
+        verify: Check | None = None,
+        leases: LeaseKeeper | None = None,
     ) -> None:
-        self._channel, self.mirror, self._run = channel, mirror, run
-        self._state_bits = {name: mirror.tensor_bits(name) for name in mirror.layout.by_name}
-        self._workers = Workers(codec_threads)
+        self._channel, self.mirror, self._leases = channel, mirror, leases
+        self._stop, self._wake, self._ready = threading.Event(), threading.Event(), threading.Event()
+        self._fetcher = Fetcher(channel.blobs, fetch_threads, stop=self._stop, on_chunk=mirror.note_progress)
+        planner = Planner(channel, mirror.layout, run=run, verify=verify)
+        self._advancer = Advancer(mirror, planner, self._fetcher, mirror.workers, leases)
         self._poll_s = poll_ms / 1000
-        self._state = FollowerState.POLLING
         self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._stop = threading.Event()
-        self._ready = threading.Event()
         self._offer: Staged | None = None
-        self._in_mirror: tuple[PolicyVersion, str] | None = None
-        self._confirmed: PolicyVersion | None = None
-        self._unconfirmed: Changed = {}
+        self._held: Staged | None = None
+        self._confirmed: Staged | None = None
+        self._refused: tuple[int, int, float] = (0, 0, 0.0)  # seq, times, not to be offered again before
+        self._seen_progress: tuple[tuple[int, int], float] = ((0, 0), 0.0)
         self._fatal: Exception | None = None
-        self.last_error = ""
+        self._swap_error = self._follow_error = ""
+        self.state = FollowerState.POLLING
         self._log = structlog.get_logger()
         self._thread = threading.Thread(target=self._run_thread, name="weight-follower", daemon=True)
 
     @property
-    def state(self) -> FollowerState:
-        return self._state
+    def last_error(self) -> str:
+        return self._swap_error or self._follow_error
+
+    @property
+    def fetched_bytes(self) -> int:
+        """By this process, since it started."""
+        return self._fetcher.fetched_bytes
+
+    @property
+    def serving(self) -> Staged | None:
+        """What was confirmed last."""
+        return self._confirmed
 
     def start(self) -> None:
         self._thread.start()
@@ -87,11 +110,14 @@ class WeightFollower:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
-        self._workers.close()
+        self._fetcher.close()
+        self.state = FollowerState.CLOSED
+
+    # The engine's thread
 
     def staged(self, *, wait_s: float = 0.0) -> Staged | None:
-        """The update that waits to be swapped in, if any. Raises what following has failed of for good: a
-        ConfigError, or a mistake of our own."""
+        """What could be swapped in now, if anything; it may be superseded until it is held. Raises what following has
+        failed of for good: a ConfigError, or a mistake of our own."""
         if wait_s:
             self._ready.wait(wait_s)
         with self._lock:
@@ -99,98 +125,149 @@ class WeightFollower:
                 raise self._fatal
             return self._offer
 
+    def hold(self) -> Staged | None:
+        """The newest update; the mirror stays as it is until `confirm` or `reject`. None if there is none, or while the
+        mirror is being written: ask again after the next step. Never waits."""
+        with self._lock:
+            assert self._held is None, "hold of an update while another one is held"
+            offer = self._offer
+            if offer is None or not self.mirror.hold():
+                return None
+            content = self.mirror.content()
+            if content is None or not self._is_news(content):
+                self._clear_offer()
+                self.mirror.let_go()
+                return None
+            self._held = offer if content.seq == offer.seq else self._stage(content)
+            return self._held
+
     def confirm(self, staged: Staged) -> None:
         """The engine serves `staged.policy`: go on following."""
         with self._lock:
-            assert self._offer is staged, "confirm of an update that is not on offer"
-            self._confirmed, self._unconfirmed = staged.policy, {}
-            self._clear_offer()
+            self._let_go(staged)
+            self._confirmed, self._swap_error = replace(staged, changed={}), ""
+            self._refused = (0, 0, 0.0)
 
     def reject(self, staged: Staged, reason: str) -> None:
-        """The engine refused `staged` and still serves its old version; its changes are offered again with the next."""
+        """The engine refused `staged` and still serves its old version. It is offered again after a pause, or with what
+        comes next."""
         with self._lock:
-            assert self._offer is staged, "reject of an update that is not on offer"
-            self.last_error = reason
-            self._unconfirmed = staged.changed
-            self._clear_offer()
+            self._let_go(staged)
+            seq, times, _ = self._refused
+            times = times + 1 if seq == staged.seq else 1
+            pause_s = min(RETRY_FIRST_S * 2.0 ** (times - 1), RETRY_LAST_S) if times < 16 else RETRY_LAST_S
+            self._refused = staged.seq, times, time.monotonic() + pause_s
+            self._swap_error = reason
+
+    def _let_go(self, staged: Staged) -> None:
+        assert self._held is staged, "this update is not held"
+        self._held = None
+        self.mirror.let_go()
+        self._clear_offer()
+        self._wake.set()
+
+    # The follower's thread
 
     def poll_once(self) -> bool:
-        """Look at the head; fetch, verify and stage what is new. True if something was staged."""
+        """Look at the head; take the mirror there, if no other process of the node does; offer what is new. True if
+        there is a new offer."""
         head = self._channel.head()
-        if head is None or head == self._confirmed:
+        if head is None:
             return False
-        self._state = FollowerState.FETCHING
-        if self._in_mirror is not None and self._in_mirror[0] == head:  # rejected before: offer it once more
-            path: list[Manifest] = []
+        confirmed = self._confirmed
+        if confirmed is not None and head < confirmed.policy:
+            raise ManifestError(
+                f"the channel's head {head} is older than {confirmed.policy}, which is served: a replica that has fallen "
+                "behind, or a hub restored from a backup; it is not followed"
+            )
+        content = self.mirror.content()
+        if content is None or content.policy < head:
+            self._move(head)
+            content = self.mirror.content()
         else:
-            path = plan_path(
-                self._channel,
-                run=self._run,
-                layout_hash=self.mirror.layout.hash,
-                have=self._in_mirror,
-                head=head,
+            self.state = FollowerState.POLLING
+        if content is None or not (content.policy >= head or content.policy == self.mirror.goal):
+            return False
+        if self._leases is not None:
+            self._leases.protect(content.policy)
+        return self._make_offer(content)
+
+    def _move(self, head: PolicyVersion) -> None:
+        if not self.mirror.try_turn():
+            self._watch_turn()
+            return
+        try:
+            self.state = FollowerState.FETCHING
+            self._advancer.advance_to(head)
+        finally:
+            self.mirror.end_turn()
+            self.state = FollowerState.POLLING
+
+    def _watch_turn(self) -> None:
+        """Another process has the turn. Raises DeadlineError when nothing has moved for too long."""
+        progress, since = self.mirror.progress, time.monotonic()
+        if self.state is FollowerState.WAITING and self._seen_progress[0] == progress:
+            since = self._seen_progress[1]
+        self.state, self._seen_progress = FollowerState.WAITING, (progress, since)
+        if time.monotonic() - since > TURN_DEADLINE_S:
+            raise DeadlineError.waiting_for(
+                f"{self.mirror.turn_holder()} to fetch the weights for this node",
+                TURN_DEADLINE_S,
+                "if it is stopped, kill it",
             )
-        fetched = [[self._channel.blob(c.digest) for c in m.chunks] for m in path]  # all, before the mirror is touched
-        for manifest, chunks in zip(path, fetched, strict=True):
-            self._advance(manifest, chunks)
-        assert self._in_mirror is not None
+
+    def _make_offer(self, content: Content) -> bool:
         with self._lock:
-            self._offer = Staged(
-                policy=self._in_mirror[0],
-                digest=self._in_mirror[1],
-                changed=self._unconfirmed,
-                fetched_bytes=sum(m.payload_bytes for m in path),
-                path=tuple(f"{m.kind} {m.policy}" for m in path),
-                published_ms=path[-1].published_ms if path else 0,
-            )
-            self._state = FollowerState.STAGED
-            self.last_error = ""
+            offer = self._offer
+            seq, _, not_before_s = self._refused
+            stands = offer is not None and offer.seq == content.seq
+            waits = content.seq == seq and time.monotonic() < not_before_s
+            if self._held is not None or stands or waits or not self._is_news(content):
+                return False
+        with self.mirror.kept_still():
+            now = self.mirror.content()
+            staged = None if now is None or now.seq != content.seq else self._stage(now)
+        with self._lock:
+            if staged is None or self._held is not None or not self._is_news(content):
+                return False
+            self._offer, self._follow_error = staged, ""
             self._ready.set()
         return True
 
-    def _advance(self, manifest: Manifest, chunks: list[bytes]) -> None:
-        """Take the mirror to `manifest`, whose base it holds. A bad chunk of a delta is refused before a byte is written;
-        a snapshot is decoded straight into the mirror, since a second copy of the model would not fit beside it."""
-        layout, changed = self.mirror.layout, dict(self._unconfirmed)
-        delta = manifest.kind == "delta"
-        update = decode(layout, chunks, self._state_bits, self._workers) if delta else []
-        # Until the digest proves what is in the mirror, anything may be.
-        self._in_mirror, self._unconfirmed = None, dict.fromkeys(layout.by_name)
-        if delta:
-            self.mirror.apply(update)
-        else:
-            changed = dict.fromkeys(layout.by_name)
-            self.mirror.touch(*layout.by_name)
-            decode_anchor(layout, chunks, self._state_bits, self._workers)
-        digest = self.mirror.digest()
-        if digest != manifest.result_digest:
-            raise DeltaError(f"weights {manifest.policy}: digest {digest}, manifest says {manifest.result_digest}")
-        _merge(changed, update)
-        self._in_mirror, self._unconfirmed = (manifest.policy, digest), changed
+    def _is_news(self, content: Content) -> bool:
+        return self._confirmed is None or content.policy > self._confirmed.policy
+
+    def _stage(self, content: Content) -> Staged:
+        """With the mirror kept still."""
+        return Staged(
+            policy=content.policy,
+            digest=content.digest,
+            changed=self.mirror.changed_since(self._confirmed.seq if self._confirmed else 0, content.seq),
+            fetched_bytes=content.path_bytes,
+            path=content.path,
+            published_ms=content.published_ms,
+            seq=content.seq,
+        )
 
     def _clear_offer(self) -> None:
         self._offer = None
-        self._state = FollowerState.POLLING
         self._ready.clear()
-        self._wake.set()
 
     def _run_thread(self) -> None:
-        pause_s = RETRY_FIRST_S
+        failures = 0
         while not self._stop.is_set():
             wait_s = self._poll_s
             try:
-                if self._state is not FollowerState.STAGED:
-                    self.poll_once()
-                pause_s = RETRY_FIRST_S
+                self.poll_once()
+                failures, self._follow_error = 0, ""
             except ConfigError as error:
                 self._fail(error)
                 return
             except AnabranchError as error:
-                self._state = FollowerState.POLLING
-                if str(error) != self.last_error:
+                if str(error) != self._follow_error:
                     self._log.warning("weights not fetched; the old version goes on serving", error=str(error))
-                self.last_error = str(error)
-                wait_s, pause_s = pause_s, min(2 * pause_s, RETRY_LAST_S)
+                self._follow_error = str(error)
+                wait_s, failures = backoff_s(failures, base_s=RETRY_FIRST_S, cap_s=RETRY_LAST_S), failures + 1
             except Exception as error:  # noqa: BLE001 - raised on the engine's thread, which must not serve one version for ever
                 self._fail(error)
                 return
@@ -199,28 +276,11 @@ class WeightFollower:
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            self._fatal, self._state = error, FollowerState.FAILED
-            self.last_error = repr(error)
+            self._fatal, self.state = error, FollowerState.FAILED
+            self._follow_error = repr(error)
             self._ready.set()
 
 
-def _merge(changed: Changed, update: list[TensorChange]) -> None:
-    """Add the places of `update` to `changed`: once per tensor, however many chunks it lies in."""
-    by_name: dict[str, list[NDArray[np.int64] | None]] = {}
-    for change in update:
-        by_name.setdefault(change.name, []).append(change.indices)
-    for name, pieces in by_name.items():
-        before = changed.get(name, np.empty(0, np.int64))
-        sparse = sorted(
-            (indices for indices in pieces if indices is not None and indices.size), key=lambda i: int(i[0])
-        )
-        if before is None or any(indices is None for indices in pieces):
-            changed[name] = None
-        else:
-            together = np.concatenate(sparse)  # ascending: pieces of one update do not overlap
-            changed[name] = np.union1d(before, together) if before.size else together
-
-
-def changed_elements(changed: Mapping[str, NDArray[np.int64] | None], mirror: Mirror) -> int:
+def changed_elements(changed: Changed, mirror: NodeMirror) -> int:
     """How many elements a swap of `changed` writes."""
     return sum(mirror.layout.by_name[n].numel if i is None else int(i.size) for n, i in changed.items())

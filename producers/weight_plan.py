@@ -1,69 +1,157 @@
-"""Which manifests take a follower from the weights it has to the head of the channel.
+"""Which manifests take a node from the weights it has to the head of the channel.
 
-Invariant: a plan is a chain. It begins with an anchor or with a delta whose base digest is the digest of the weights
-at hand, and each later delta's base digest is its predecessor's result digest; all are of the head's epoch, in the
-follower's layout and codec, for the follower's run. Nothing is guessed from version numbers alone. Held by
-tests/unit/producers/test_weight_follower.py.
+Invariant: a plan is a chain of manifests that were read and checked: of this run, layout and codec, signed by a trusted key
+where keys are configured, of the sizes that the layout allows, each as its index entry says, each with the base that the
+one before results in (by digest), the first with the digest of the weights at hand. Nothing is guessed from version numbers.
+Held by tests/unit/producers/test_weight_plan.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
 from anabranch.kernels.delta_codec import CODEC
-from anabranch.schemas.errors import ManifestError, ModelMismatchError
+from anabranch.schemas.errors import AnabranchError, ManifestError, ModelMismatchError
+from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
-from anabranch.transport.weight_channel import WeightChannel
+from anabranch.schemas.weight_index import IndexEntry
+from anabranch.transport.weight_channel import Named, WeightChannel
+from anabranch.transport.weight_path import State, cheapest_path
+
+SHOWN = 3  # of what is broken, in a message
+Check = Callable[[Manifest], None]  # raises ManifestError
 
 
-def plan_path(
-    channel: WeightChannel,
-    *,
-    run: str,
-    layout_hash: str,
-    have: tuple[PolicyVersion, str] | None,
-    head: PolicyVersion,
-) -> list[Manifest]:
-    """The cheaper, by payload bytes, of the delta chain from `have` (policy, digest) and of anchor + deltas.
+class Unusable(AnabranchError):
+    """Manifests that must not, or cannot, be followed, each with the reason. Another path may lead around them."""
 
-    Raises:
-        ManifestError: the channel offers no unbroken path (retried by the caller: retention or a commit may be under way).
-        ModelMismatchError: the head's weights are of another layout.
-        StreamUnavailableError: the channel cannot be reached.
-    """
-    paths = []
-    if have is not None and have[0].epoch == head.epoch and have[0].version <= head.version:
-        paths.append(_chain(channel, have[0], have[1], head))
-    anchor = channel.newest_anchor(head.epoch, head.version)
-    if anchor is not None:
-        tail = _chain(channel, anchor.policy, anchor.result_digest, head)
-        paths.append(None if tail is None else [anchor, *tail])
-    complete = [p for p in paths if p is not None]
-    if not complete:
-        raise ManifestError(f"no unbroken path to {head} from {have[0] if have else 'nothing'} on the channel")
-    best = min(complete, key=lambda path: (sum(m.payload_bytes for m in path), len(path)))
-    for manifest in best:
-        _check(manifest, run, layout_hash)
-    return best
+    def __init__(self, broken: Mapping[Named, Exception]) -> None:
+        said = [f"{label} {policy}: {error}" for (policy, label), error in broken.items()]
+        more = [f"and {len(said) - SHOWN} more"] if len(said) > SHOWN else []
+        super().__init__("; ".join(said[:SHOWN] + more))
+        self.broken = dict(broken)
 
 
-def _chain(channel: WeightChannel, at: PolicyVersion, digest: str, head: PolicyVersion) -> list[Manifest] | None:
-    chain: list[Manifest] = []
-    while at != head:
-        delta = channel.manifest(PolicyVersion(at.epoch, at.version + 1), "delta")
-        if delta is None or delta.base_version != at.version or delta.base_digest != digest:
-            return None
-        chain.append(delta)
-        at, digest = delta.policy, delta.result_digest
-    return chain
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Manifests to apply in order. `same_state`: they are none, since the weights at hand are the head's already: this
+    manifest says so."""
+
+    manifests: tuple[Manifest, ...]
+    same_state: Manifest | None = None
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Such as ("anchor e1.v40", "skip8 e1.v48")."""
+        shown = self.manifests or ((self.same_state,) if self.same_state else ())
+        return tuple(f"{m.label} {m.policy}" for m in shown)
+
+    @property
+    def needs(self) -> PolicyVersion | None:
+        """The oldest version on the channel that it reads."""
+        return min(((m.base.policy if m.base else m.policy) for m in self.manifests), default=None)
 
 
-def _check(manifest: Manifest, run: str, layout_hash: str) -> None:
-    if manifest.run != run:
-        raise ManifestError(f"manifest {manifest.policy} is of run {manifest.run!r}, this producer serves {run!r}")
-    if manifest.layout_hash != layout_hash:
-        raise ModelMismatchError(
-            f"weights {manifest.policy} on the channel have layout {manifest.layout_hash}, the model at model.path has "
-            f"{layout_hash}: point model.path at the checkpoint that the learner started from"
-        )
-    if manifest.codec != CODEC:
-        raise ManifestError(f"manifest {manifest.policy} uses codec {manifest.codec!r}; this program reads {CODEC!r}")
+class Planner:
+    def __init__(self, channel: WeightChannel, layout: Layout, *, run: str, verify: Check | None = None) -> None:
+        """`verify` refuses a manifest whose signature is missing or of no trusted key."""
+        self._channel, self._layout, self._run, self._verify = channel, layout, run, verify
+        self._elements = sum(t.numel for t in layout.tensors)
+        self._most_bytes = layout.payload_bytes * 5 // 4 + 64 * len(layout.tensors) + 2**20
+
+    def plan(self, have: State | None, head: PolicyVersion, broken: Mapping[Named, Exception]) -> Plan:
+        """The cheapest path from `have` to `head` around the manifests in `broken`.
+
+        Raises:
+            ManifestError: the channel offers no path (retention or a commit may be under way: ask again later).
+            Unusable: manifests on the path are missing or forged.
+            ModelMismatchError: there are no weights at hand, and those on the channel are of another layout.
+            StreamUnavailableError: the channel cannot be reached.
+        """
+        newer = [] if have is None else self._usable(have.policy, broken)
+        path = cheapest_path(newer, have, head)
+        entries = newer
+        if path is None:
+            entries = self._usable(None, broken)
+            path = cheapest_path(entries, have, head)
+        if path is None:
+            start = f"from {have.policy} ({have.digest})" if have else "from nothing"
+            around = f" around what is broken: {Unusable(broken)}" if broken else ""
+            raise ManifestError(f"no path to weights {head} {start} on the channel{around}")
+        if path:
+            return Plan(tuple(self._read(path, have)))
+        assert have is not None
+        return Plan((), self._same_state(entries, have, head))
+
+    def _usable(self, above: PolicyVersion | None, broken: Mapping[Named, Exception]) -> list[IndexEntry]:
+        return [e for e in self._channel.index(above=above) if (e.policy, e.label) not in broken]
+
+    def _same_state(self, entries: Sequence[IndexEntry], have: State, head: PolicyVersion) -> Manifest:
+        """A manifest that says that the head has the digest of the weights at hand: the index alone is not believed."""
+        named = min((e for e in entries if e.policy == head), key=lambda e: (e.label != "fork", e.payload_bytes))
+        manifest = self._read([named], None)[0]
+        if manifest.result_digest != have.digest:
+            raise Unusable({(head, named.label): ManifestError(f"its digest is {manifest.result_digest}")})
+        return manifest
+
+    def _read(self, path: Sequence[IndexEntry], have: State | None) -> list[Manifest]:
+        refused: dict[Named, Exception] = {}
+        good: list[Manifest] = []
+        for entry, manifest in zip(path, self._manifests(path), strict=True):
+            try:
+                if isinstance(manifest, ManifestError):
+                    raise manifest
+                if manifest is None:
+                    raise ManifestError(
+                        "it is in the index, but not on the channel (dropped meanwhile, or not there yet)"
+                    )
+                self._check(entry, manifest, first=have is None)
+            except ManifestError as error:
+                refused[entry.policy, entry.label] = error
+                continue
+            good.append(manifest)
+        if refused:
+            raise Unusable(refused)
+        digest = have.digest if have is not None else None
+        for manifest in good:
+            if manifest.base is not None and digest is not None and manifest.base.digest != digest:
+                why = ManifestError(f"it goes on from digest {manifest.base.digest}, the path gives {digest}")
+                raise Unusable({(manifest.policy, manifest.label): why})
+            digest = manifest.result_digest
+        return good
+
+    def _manifests(self, path: Sequence[IndexEntry]) -> Sequence[Manifest | ManifestError | None]:
+        names = [(e.policy, e.label) for e in path]
+        try:
+            return self._channel.manifests(names)
+        except ManifestError:  # one of them cannot be read: which?
+            return [self._manifest(name) for name in names]
+
+    def _manifest(self, name: Named) -> Manifest | ManifestError | None:
+        try:
+            return self._channel.manifests([name])[0]
+        except ManifestError as error:
+            return error
+
+    def _check(self, entry: IndexEntry, manifest: Manifest, *, first: bool) -> None:
+        if self._verify is not None:
+            self._verify(manifest)
+        if manifest.run != self._run:
+            raise ManifestError(f"it is of run {manifest.run!r}, this producer serves {self._run!r}")
+        if manifest.layout_hash != self._layout.hash:
+            what = (
+                f"weights {manifest.policy} on the channel have layout {manifest.layout_hash}, the model at model.path has "
+                f"{self._layout.hash}: point model.path at the checkpoint that the learner started from"
+            )
+            raise ModelMismatchError(what) if first else ManifestError(what)
+        if manifest.codec != CODEC:
+            raise ManifestError(f"it uses codec {manifest.codec!r}; this program reads {CODEC!r}")
+        if IndexEntry.of(manifest) != entry:
+            raise ManifestError(f"the index says {entry.to_text()}, the manifest {IndexEntry.of(manifest).to_text()}")
+        sizes = manifest.full_bytes, manifest.total_elements
+        if sizes != (self._layout.payload_bytes, self._elements) or manifest.changed_elements > self._elements:
+            raise ManifestError(f"it is of {sizes[1]} elements in {sizes[0]} bytes, the layout has {self._elements}")
+        if manifest.payload_bytes > self._most_bytes:
+            raise ManifestError(f"its {manifest.payload_bytes} bytes are more than such a state can take")

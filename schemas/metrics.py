@@ -114,9 +114,15 @@ class ProducerStatus(BaseModel):
     )
     waiting_for: str = ""
     last_error: str = ""
-    fetched_bytes: int = Field(default=0, description="weight chunks fetched since the producer started")
-    last_fetched_bytes: int = Field(default=0, description="of them, for the version served")
-    last_path: str = Field(default="", description="manifests it took there, e.g. 'e1.v40 anchor, e1.v42 skip2'")
+    fetched_bytes: int = Field(default=0, description="weight chunks fetched by this producer since it started")
+    last_fetched_bytes: int = Field(
+        default=0, description="bytes of the way to the version served, whichever producer of the node fetched them"
+    )
+    last_path: str = Field(default="", description="manifests of that way, e.g. 'anchor e1.v40, skip2 e1.v42'")
+    following: str = Field(default="", description="what the weight follower does")
+    own_weights: str = Field(
+        default="", description="why it shares no copy of the weights with its node, '' if it does"
+    )
     verified_token: str = Field(default="", description="the request (RunBoard.request_verification) last answered")
     verified_policy: str = Field(default="", description="tag of the version the engine served when it was verified")
     verified_digest: str = Field(default="", description="root digest of the live engine's weights, hex")

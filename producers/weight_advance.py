@@ -1,0 +1,87 @@
+"""Takes a node's mirror to the head of the channel: plan, fetch, decode, verify, write, one manifest after the other.
+
+Invariant: every manifest on the way leaves the mirror at a version whose digest was checked. What is broken (a manifest
+missing or forged, a chunk that stays bad, a wrong digest) is left out and the rest planned anew from where the mirror is, so
+the last resort is an anchor. The next manifests' chunks are fetched while one is decoded. Held by
+tests/unit/producers/test_weight_follower.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import structlog
+
+from anabranch.kernels.delta_codec import decode
+from anabranch.kernels.workers import Workers
+from anabranch.producers.fetcher import Fetcher
+from anabranch.producers.lease_keeper import LeaseKeeper
+from anabranch.producers.node_mirror import NodeMirror
+from anabranch.producers.weight_plan import Plan, Planner, Unusable
+from anabranch.schemas.errors import DeltaError, ManifestError
+from anabranch.schemas.manifest import Manifest
+from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.weight_channel import Named
+from anabranch.transport.weight_path import State
+
+LEASE_WAIT_S = 5.0  # before the first fetch, so that retention knows of it
+MAX_DETOURS = 16  # broken manifests of one attempt
+
+
+class Advancer:
+    def __init__(
+        self, mirror: NodeMirror, planner: Planner, fetcher: Fetcher, workers: Workers, leases: LeaseKeeper | None
+    ) -> None:
+        self._mirror, self._planner, self._fetcher = mirror, planner, fetcher
+        self._workers, self._leases = workers, leases
+        self._log = structlog.get_logger()
+
+    def advance_to(self, head: PolicyVersion) -> None:
+        """With the mirror's turn.
+
+        Raises:
+            ManifestError: no path is left; says what was found broken on the way.
+            ModelMismatchError: the channel's weights are of another layout, and the mirror holds none.
+            StreamUnavailableError, DeadlineError: the channel or the blob store cannot be reached, or a reader does not
+                let go of the mirror; what was reached until then stays.
+        """
+        self._mirror.recover()
+        broken: dict[Named, Exception] = {}
+        while True:
+            content = self._mirror.content()
+            if content is not None and content.policy >= head:
+                return
+            have = None if content is None else State(content.policy, content.digest)
+            try:
+                self._follow(self._planner.plan(have, head, broken), head)
+            except Unusable as error:
+                broken |= error.broken
+                self._log.warning("weights refused; looking for another path", head=str(head), error=str(error))
+                if len(broken) > MAX_DETOURS:
+                    raise ManifestError(f"too much on the way to weights {head} is broken: {error}") from error
+
+    def _follow(self, plan: Plan, head: PolicyVersion) -> None:
+        mirror = self._mirror
+        mirror.set_goal(head)
+        if plan.same_state is not None:
+            mirror.rename(plan.same_state, path=plan.path)
+        if self._leases is not None and plan.needs is not None:
+            self._leases.protect(plan.needs, wait_s=LEASE_WAIT_S)
+        done_bytes = 0
+        with contextlib.closing(self._fetcher.in_order(plan.manifests)) as fetched:
+            for manifest in plan.manifests:
+                try:
+                    _, chunks = next(fetched)
+                    done_bytes += manifest.payload_bytes
+                    self._apply(manifest, chunks, plan.path, done_bytes)
+                except (DeltaError, ManifestError) as error:
+                    raise Unusable({(manifest.policy, manifest.label): error}) from error
+                mirror.note_progress()
+
+    def _apply(self, manifest: Manifest, chunks: list[bytes], path: tuple[str, ...], path_bytes: int) -> None:
+        mirror = self._mirror
+        if manifest.base is None:
+            mirror.rebuild(manifest, chunks, path=path, path_bytes=path_bytes)
+        else:
+            changes = decode(mirror.layout, chunks, mirror.bits, self._workers)
+            mirror.advance(manifest, changes, path=path, path_bytes=path_bytes)
