@@ -134,10 +134,10 @@ class MemoryWeightChannel:
             return False
         if manifest.kind == "skip":
             raise refusal(manifest, "unknown version", [])
-        if head is not None and head >= manifest.policy:
-            raise refusal(manifest, "passed", [str(head)])
         if manifest.kind == "delta" and manifest.base is not None and manifest.base.policy != head:
             raise refusal(manifest, "not the head", [str(head or "nothing")])
+        if head is not None and head >= manifest.policy:
+            raise refusal(manifest, "passed", [str(head)])
         return True
 
     def _is_stored(self, digest: str) -> bool:

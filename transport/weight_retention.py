@@ -21,10 +21,10 @@ from anabranch.transport.weight_rules import needed
 class Retained:
     """What `retain` did. `held_by`: when still over budget, the leases without which more could have gone."""
 
-    dropped: Sequence[IndexEntry]
+    dropped: list[IndexEntry]
     bytes_before: int
     bytes_after: int
-    held_by: Sequence[Lease]
+    held_by: list[Lease]
 
 
 def surplus(
@@ -53,7 +53,7 @@ def retain(channel: WeightChannel, retain_bytes: int) -> Retained:
     entries, head, leases, pins = channel.index(), channel.head(), channel.leases(), channel.pins()
     before = path_bytes(entries)
     if before <= retain_bytes:
-        return Retained((), before, before, ())
+        return Retained([], before, before, [])
     wanted = surplus(entries, head, leases, pins, retain_bytes)
     dropped = channel.drop(wanted) if wanted else []
     after = before - path_bytes(dropped)

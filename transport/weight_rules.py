@@ -70,17 +70,18 @@ def refusal(manifest: Manifest, outcome: str, details: list[str]) -> AnabranchEr
     yet another epoch and fence the other one, for ever in turns."""
     about = f"{manifest.label} {manifest.policy} of run {manifest.run!r} refused: "
     base = f"its base {manifest.base.policy}" if manifest.base else "its base"
+    met = details[0] if details else ""
     if outcome in ("stale", "fenced"):
-        done = f"the head is already at {details[0]}" if outcome == "stale" else f"epoch {details[0]} has been opened"
+        done = f"the head is already at {met}" if outcome == "stale" else f"epoch {met} has been opened"
         return ConfigError(f"{about}{done}: another learner works on this run and this one must stop; run one per run")
     reasons = {
         "differs": "another manifest stands under that version and label",
-        "passed": f"that version is not on the channel and the head is already at {details[0]}",
+        "passed": f"that version is not on the channel and the head is already at {met}",
         "unknown version": "that version is not on the channel (dropped by retention, or never published)",
-        "other result": f"that version is there with digest {details[0]}, not {manifest.result_digest}",
+        "other result": f"that version is there with digest {met}, not {manifest.result_digest}",
         "no base": f"{base} is not on the channel (dropped by retention, or never published)",
-        "other base": f"{base} has digest {details[0]} there, not {manifest.base.digest if manifest.base else ''}",
-        "not the head": f"{base} is not the head, which is {details[0]}",
-        "missing": f"{details[0]} is not on the channel; store it before the commit",
+        "other base": f"{base} has digest {met} there, not {manifest.base.digest if manifest.base else ''}",
+        "not the head": f"{base} is not the head, which is {met}",
+        "missing": f"{met} is not on the channel; store it before the commit",
     }
     return ManifestError(about + reasons[outcome])

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 import pytest
 
 from anabranch.schemas.keys import Keys
+from anabranch.transport.memory_blob_store import MemoryBlobStore
 from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
+from anabranch.transport.memory_weight_channel import MemoryWeightChannel, MemoryWeightStore
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_stream import RedisStream
+from anabranch.transport.redis_weight_channel import RedisWeightChannel
 from anabranch.transport.stream import TrajectoryStream
+from tests.contract.weight_worlds import World
 
 
 @dataclass
@@ -57,3 +61,42 @@ def stream_maker(request: pytest.FixtureRequest, run_name: str) -> Callable[[], 
     client = request.getfixturevalue("client")
     number = itertools.count()
     return lambda: RedisStream(client, Keys(f"{run_name}.{next(number)}"))
+
+
+@pytest.fixture(params=["memory", "memory, chunks outside", "redis", "redis, chunks outside"])
+def world(request: pytest.FixtureRequest, keys: Keys) -> Iterator[World]:
+    """A fresh, empty weight channel."""
+    kind, _, outside = request.param.partition(", ")
+    chunks = MemoryBlobStore()
+    blobs = chunks if outside else None
+    if kind == "memory":
+        store = MemoryWeightStore(keys.run)
+        held = chunks if outside else store.blobs
+
+        def open_one(**more: int) -> MemoryWeightChannel:
+            return MemoryWeightChannel(store, blobs, **more)
+
+        yield World(keys.run, bool(outside), open_one, held.chunks.__setitem__, lambda: set(held.chunks))
+        return
+    valkey, client = request.getfixturevalue("valkey"), request.getfixturevalue("client")
+    opened: list[RedisWeightChannel] = []
+
+    def open_client(**more: int) -> RedisWeightChannel:
+        there = connect(valkey.url, deadline_s=10, what="the test hub")
+        opened.append(RedisWeightChannel(there, keys, blobs=blobs, **more))
+        return opened[-1]
+
+    prefix = keys.blob("")
+    yield World(
+        keys.run,
+        bool(outside),
+        open_client,
+        chunks.chunks.__setitem__ if outside else lambda digest, payload: client.set(keys.blob(digest), payload),
+        lambda: (
+            set(chunks.chunks)
+            if outside
+            else {key.decode().removeprefix(prefix) for key in client.scan_iter(f"{prefix}*", count=1000)}
+        ),
+    )
+    for channel in opened:
+        channel.close()

@@ -1,7 +1,7 @@
 -- Store a manifest and its index entry; move the head to it if its version is new. Or refuse.
 -- KEYS: head, opened epoch, index, blob references, garbage, manifest, layout
--- ARGV: epoch, version, kind, manifest JSON, index member, score, base's score ('' none), base's digest, base as in
---       the head ('' none), head JSON, prefix of blob keys ('' when chunks are kept elsewhere), digests (64 characters
+-- ARGV: epoch, version, kind, manifest JSON, index member, score, base's score ('' none), base's digest, base as
+--       "eE.vV" ('' none), head JSON, prefix of blob keys ('' when chunks are kept elsewhere), digests (64 characters
 --       each, one after the other; none twice)
 -- Returns {'ok'}, or a refusal and what it met: see weight_rules.refusal
 local epoch, version, kind, text, member, score = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -50,7 +50,7 @@ local function find_missing(batch)
   else
     local due = redis.call('ZMSCORE', garbage, unpack(batch))
     for i, digest in ipairs(batch) do
-      if redis.call('HEXISTS', references, digest) == 0 and not (due[i] and tonumber(due[i]) > 0) then
+      if not (due[i] and tonumber(due[i]) > 0) and redis.call('HEXISTS', references, digest) == 0 then
         return {'missing', 'chunk ' .. digest}
       end
     end
@@ -89,10 +89,10 @@ if #there > 0 then
   end
 elseif kind == 'skip' then
   return {'unknown version', ''}
-elseif now and now.epoch == epoch and now.version >= version then
-  return {'passed', shown}
 elseif kind == 'delta' and base_head ~= shown then
   return {'not the head', shown}
+elseif now and now.epoch == epoch and now.version >= version then
+  return {'passed', shown}
 end
 if redis.call('EXISTS', KEYS[7]) == 0 then
   return {'missing', 'its layout'}
@@ -104,14 +104,18 @@ end
 
 redis.call('SET', KEYS[6], text)
 each_batch(function(batch)
-  for _, digest in ipairs(batch) do
-    redis.call('HINCRBY', references, digest, 1)
-    if prefix ~= '' then
-      redis.call('PERSIST', prefix .. digest)
-    end
+  local counted = {}
+  for i, count in ipairs(redis.call('HMGET', references, unpack(batch))) do
+    counted[2 * i - 1] = batch[i]
+    counted[2 * i] = string.format('%d', (count or 0) + 1)
   end
+  redis.call('HSET', references, unpack(counted))
   if prefix == '' then
     redis.call('ZREM', garbage, unpack(batch))
+    return
+  end
+  for _, key in ipairs(named(batch)) do
+    redis.call('PERSIST', key)
   end
 end)
 redis.call('ZADD', index, score, member)

@@ -6,6 +6,7 @@
 -- members to drop that are not there any more}.
 local manifests, blobs, grace = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local index, references, garbage = KEYS[2], KEYS[3], KEYS[4]
+local BATCH = 1000 -- arguments of one command: unpack has a limit of 8000
 local at = 5
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[4] then
   return {'changed'}
@@ -47,19 +48,53 @@ for _, holder in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '(' .. string.forma
   end
 end
 
+local function release_batch(batch)
+  local kept, free = {}, {}
+  for i, count in ipairs(redis.call('HMGET', references, unpack(batch))) do
+    if count and tonumber(count) > 1 then
+      kept[#kept + 1] = batch[i]
+      kept[#kept + 1] = string.format('%d', count - 1)
+    else
+      free[#free + 1] = batch[i]
+    end
+  end
+  if #kept > 0 then
+    redis.call('HSET', references, unpack(kept))
+  end
+  if #free == 0 then
+    return
+  end
+  redis.call('HDEL', references, unpack(free))
+  local named, due = {}, string.format('%d', now_ms + grace)
+  for _, digest in ipairs(free) do
+    if blobs ~= '' then
+      named[#named + 1] = blobs .. digest
+    else
+      named[#named + 1] = due
+      named[#named + 1] = digest
+    end
+  end
+  if blobs ~= '' then
+    redis.call('UNLINK', unpack(named))
+  else
+    redis.call('ZADD', garbage, 'GT', unpack(named))
+  end
+end
+
 local function release(text)
-  local seen, due = {}, string.format('%d', now_ms + grace)
+  local seen, batch = {}, {}
   for _, chunk in ipairs(cjson.decode(text).chunks) do
-    local digest = chunk.digest
-    if not seen[digest] and redis.call('HINCRBY', references, digest, -1) <= 0 then
-      redis.call('HDEL', references, digest)
-      if blobs ~= '' then
-        redis.call('UNLINK', blobs .. digest)
-      else
-        redis.call('ZADD', garbage, 'GT', due, digest)
+    if not seen[chunk.digest] then
+      seen[chunk.digest] = true
+      batch[#batch + 1] = chunk.digest
+      if #batch == BATCH then
+        release_batch(batch)
+        batch = {}
       end
     end
-    seen[digest] = true
+  end
+  if #batch > 0 then
+    release_batch(batch)
   end
 end
 
