@@ -71,6 +71,9 @@ class CachedBlobStore:
                 break  # ours to fetch, or no cache to wait for, or whoever fetches it takes too long
             time.sleep(_POLL_S)
         try:
+            # Whoever had it before us may have finished between our look and our turn.
+            if first and (cached := self._cached(digest, size_bytes)) is not None:
+                return cached
             payload = self._inner.get(digest, size_bytes)
             self._try(lambda: self._store(digest, payload))
             return payload
