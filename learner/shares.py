@@ -8,7 +8,7 @@ tests/unit/learner/test_shares.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,23 @@ class ShareImage:
     def copy_from(self, other: ShareImage) -> None:
         """Take over the bits of an image of the same share."""
         np.copyto(self._buffer, other._buffer)
+
+
+class ArrayShare:
+    """A rank's share of weights that are arrays, split evenly: for tests and benchmarks. `state` (flat bits by name) may
+    be changed at any time; `copy_to` reads it as it is then."""
+
+    def __init__(self, layout: Layout, state: Mapping[str, Bits], *, rank: int = 0, world_size: int = 1) -> None:
+        self.layout, self.state, self.rank, self.world_size = layout, state, rank, world_size
+        self.pieces = tuple(split_evenly(layout, range(len(layout.tensors)), [], world_size)[rank])
+
+    def image(self) -> ShareImage:
+        return ShareImage(self.layout, self.pieces)
+
+    def copy_to(self, image: ShareImage) -> None:
+        for piece in self.pieces:
+            bits = self.state[self.layout.tensors[piece.tensor].name].reshape(-1)
+            np.copyto(image.bits(piece), bits[piece.start : piece.stop])
 
 
 def _host_bytes(size: int, *, pinned: bool) -> NDArray[np.uint8]:

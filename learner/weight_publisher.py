@@ -1,127 +1,163 @@
-"""Publishes the learner's weights on the channel: an anchor when the epoch opens, a delta after every step.
+"""Publishes one rank's share of every version, in the background: the loop waits for a copy in memory, no more.
 
-Invariant: the head moves only when payload, digests and manifest are stored; the base of a delta is exactly what this
-publisher last committed (kept as a copy, compared by bits), so lr = 0 gives an empty delta. A failed publish leaves
-base and head as they were. Held by tests/unit/learner/test_weight_publisher.py.
+Invariant: the head moves only when all chunks of all ranks, the digest and the manifest are stored, version by version.
+A publisher that has failed publishes nothing further, and says so at the next call; what is committed stays as it was.
+Memory: an image of the share, one snapshot, and undo records up to `channel.skip_memory_bytes`. Held by
+tests/unit/learner/test_weight_publisher.py.
+
+Order of calls, the same on every rank: `open`, then `publish` of every version; `close` at the end. On rank 0 also
+`next_order` before each, and `flush` where a version has to be served before the loop goes on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
-
-from anabranch.kernels.delta_codec import CODEC, Encoded, encode_anchor, encode_delta
-from anabranch.kernels.delta_dtypes import Bits
-from anabranch.kernels.digest import tensor_digest
 from anabranch.kernels.workers import Workers
+from anabranch.learner.commits import PATIENCE
+from anabranch.learner.housekeeper import Housekeeper
+from anabranch.learner.publish_order import EpochOpening, Published, PublishOrder
+from anabranch.learner.publish_worker import PublishWorker
+from anabranch.learner.share_publishing import Share, SharePublishing
 from anabranch.schemas.config import ChannelSection
-from anabranch.schemas.layout import Layout, root_digest
-from anabranch.schemas.manifest import Chunk, Manifest
-from anabranch.transport.weight_channel import WeightChannel
+from anabranch.schemas.manifest import Manifest
+from anabranch.transport.signing import load_signer
+from anabranch.transport.wiring import Hub
 
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    delta_bytes: int
-    full_bytes: int
-    changed_elements: int
-    total_elements: int
-    digest: str
-    seconds: float
-
-    @property
-    def changed_fraction(self) -> float:
-        return self.changed_elements / max(1, self.total_elements)
+LONGEST = 4 * PATIENCE  # times connect_deadline_s: whatever publishing waits for has failed by itself before that
+CLOSE_S = 20.0
 
 
 class WeightPublisher:
-    """One epoch's publisher. `state` arguments map every name of `layout` to flat bits (unsigned integers)."""
+    """One rank's publisher of one epoch.
+
+    Args:
+        connect: makes a connection of its own to the hub; called in the threads that use it.
+        on_committed: rank 0: called in the publishing thread after the commit of every step, with its own hub.
+        heartbeat: called every now and then while a method waits.
+    """
 
     def __init__(
-        self, channel: WeightChannel, layout: Layout, config: ChannelSection, *, run: str, epoch: int, fork_version: int
+        self,
+        share: Share,
+        connect: Callable[[], Hub],
+        config: ChannelSection,
+        opening: EpochOpening,
+        *,
+        on_committed: Callable[[Hub, int], object] = lambda hub, version: None,
+        heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
-        self._channel, self._layout, self._config = channel, layout, config
-        self._run, self._epoch, self._fork_version = run, epoch, fork_version
-        self._base: dict[str, Bits] = {}
-        self._tensor_digests: dict[str, str] = {}
-        self._version = fork_version
-        self._digest = ""
-        self._last = Encoded((), 0, (), ())
-        self._workers = Workers(config.codec_threads)
-        self._stamps: dict[tuple[str, int], int] = {}  # a publish that is retried must commit the very same manifest
+        self._share, self._connect, self._config, self._opening = share, connect, config, opening
+        self._on_committed, self._heartbeat = on_committed, heartbeat
+        self._signer = load_signer(config.signing_key_file) if config.signing_key_file else None
+        self._snapshot, self._snapshot_is_free = share.image(), True
+        self._threads = Workers(config.codec_threads)
+        self._anchor_due = False
+        self.published: Published | None = None  # rank 0: the newest version on the channel
+        self._hub: Hub | None = None  # of the publishing thread, as is what follows
+        self._publishing: SharePublishing | None = None
+        self._housekeeper = Housekeeper(connect, config.retain_bytes) if share.rank == 0 else None
+        self._worker = PublishWorker(f"weight publisher {share.rank}", self._idle, at_end=self._end)
 
-    @property
-    def digest(self) -> str:
-        """Root digest of what is on the channel now."""
-        return self._digest
-
-    def open(self, state: Mapping[str, Bits], *, step: int) -> PublishReport:
-        """Publish `state` as the epoch's anchor, at the fork version."""
+    def open(self) -> None:
+        """Publish the present weights as the epoch's first version: a fork of the same state if the channel has it from
+        an older epoch, else an anchor. Collective; the version is there after `flush`."""
+        self._take_snapshot()
         started = time.monotonic()
-        self._channel.put_layout(self._layout)
-        encoded = encode_anchor(self._layout, state, self._workers)
-        digests = {t.name: tensor_digest(state[t.name]) for t in self._layout.tensors}
-        digest = root_digest(self._layout, digests)
-        self._commit("anchor", encoded, self._fork_version, digest, step)
-        self._base = {t.name: state[t.name].reshape(-1).copy() for t in self._layout.tensors}
-        self._tensor_digests, self._digest = digests, digest
-        return self._report(encoded, started)
+        self._worker.submit(lambda: self._open(started))
 
-    def publish(self, state: Mapping[str, Bits], version: int, *, step: int) -> PublishReport:
-        """Publish `state` as `version`, a delta on the version published last (and an anchor every `anchor_every`).
+    def next_order(self, version: int) -> PublishOrder:
+        """Rank 0: how `version` is to be published, by all ranks."""
+        anchor, self._anchor_due = self._anchor_due, False
+        return PublishOrder(version, step=version, anchor=anchor)
 
-        After a StreamUnavailableError or BackpressureError call it again with the same arguments: what was done is not
-        done twice.
+    def publish(self, order: PublishOrder) -> float:
+        """Copy the present weights, have them published, and return how long that took (seconds). Collective.
+
+        Raises:
+            DeadlineError: the version before does not come to an end (if it has failed: its own error).
         """
         started = time.monotonic()
-        if version != self._version:
-            encoded = encode_delta(self._layout, self._base, state, self._workers)
-            digests = self._tensor_digests | {n: tensor_digest(state[n]) for n in encoded.changed_tensors}
-            digest = root_digest(self._layout, digests)
-            self._commit("delta", encoded, version, digest, step)
-            for name in encoded.changed_tensors:
-                np.copyto(self._base[name], state[name].reshape(-1))
-            self._version, self._tensor_digests, self._digest = version, digests, digest
-            self._last, self._stamps = encoded, {}
-        if (version - self._fork_version) % self._config.anchor_every == 0:
-            anchor = encode_anchor(self._layout, state, self._workers)
-            self._commit("anchor", anchor, version, self._digest, step)
-        self._channel.retain(self._config.keep_versions)
-        return self._report(self._last, started)
+        self._take_snapshot()
+        taken = time.monotonic()
+        self._worker.submit(lambda: self._publish(order, taken))
+        return taken - started
 
-    def _commit(self, kind: str, encoded: Encoded, version: int, digest: str, step: int) -> None:
-        chunks = tuple(Chunk(digest=self._channel.put_blob(c), size_bytes=len(c)) for c in encoded.chunks)
-        delta = kind == "delta"
-        self._channel.commit(
-            Manifest(
-                kind="delta" if delta else "anchor",
-                run=self._run,
-                epoch=self._epoch,
-                version=version,
-                base_version=self._version if delta else None,
-                base_digest=self._digest if delta else None,
-                result_digest=digest,
-                layout_hash=self._layout.hash,
-                codec=CODEC,
-                chunks=chunks,
-                full_bytes=self._layout.payload_bytes,
-                changed_elements=encoded.changed_elements,
-                total_elements=sum(t.numel for t in self._layout.tensors),
-                learner_step=step,
-                fork_version=self._fork_version,
-                published_ms=self._stamps.setdefault((kind, version), time.time_ns() // 1_000_000),
-            )
+    def check(self) -> None:
+        """Raises what publishing has failed with."""
+        self._worker.check()
+
+    def flush(self) -> Published | None:
+        """Wait until everything handed over is published (rank 0: committed); returns the newest. Raises as `publish`."""
+        self._wait(lambda: self._worker.is_free, "the weights handed over to be published")
+        return self.published
+
+    def drain(self) -> None:
+        """`flush`, and the skips, anchors and retention that are due."""
+        tidy = self._housekeeper
+        self._wait(
+            lambda: self._worker.is_quiet and (tidy is None or tidy.is_quiet), "skip deltas, anchors and retention"
         )
 
-    def _report(self, encoded: Encoded, started: float) -> PublishReport:
-        return PublishReport(
-            delta_bytes=sum(len(c) for c in encoded.chunks),
-            full_bytes=self._layout.payload_bytes,
-            changed_elements=encoded.changed_elements,
-            total_elements=sum(t.numel for t in self._layout.tensors),
-            digest=self._digest,
-            seconds=time.monotonic() - started,
-        )
+    def close(self) -> None:
+        """End its threads, whatever they are at. What is not committed stays uncommitted."""
+        self._worker.close(deadline_s=CLOSE_S)
+        if self._housekeeper is not None:
+            self._housekeeper.close(deadline_s=CLOSE_S)
+        self._threads.close()
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of the publishing thread; `channel.codec_threads` − 1 more help it."""
+        return self._worker.cpu_s
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        deadline_s = LONGEST * self._config.connect_deadline_s
+        self._worker.wait(done, deadline_s=deadline_s, what=what, heartbeat=self._heartbeat)
+
+    def _take_snapshot(self) -> None:
+        self._wait(lambda: self._snapshot_is_free, "the version before to be encoded and stored")
+        self._snapshot_is_free = False
+        self._share.copy_to(self._snapshot)
+
+    # In the publishing thread.
+
+    def _open(self, started_s: float) -> None:
+        self._hub = self._connect()
+        self._publishing = SharePublishing(
+            self._share, self._hub, self._config, self._opening,
+            signer=self._signer, threads=self._threads, on_manifest=self._on_manifest, stopping=self._worker.stopping,
+        )  # fmt: skip
+        self._report(self._publishing.begin(self._snapshot, self._free_snapshot), started_s)
+
+    def _publish(self, order: PublishOrder, started_s: float) -> None:
+        assert self._publishing is not None
+        assert self._hub is not None
+        manifest = self._publishing.publish(order, self._snapshot, self._free_snapshot)
+        self._report(manifest, started_s)
+        if manifest is not None:
+            self._on_committed(self._hub, order.version)
+        if self._publishing.order_anchor():
+            self._anchor_due = True
+
+    def _report(self, manifest: Manifest | None, started_s: float) -> None:
+        if manifest is not None:
+            self.published = Published(manifest, time.monotonic() - started_s)
+
+    def _on_manifest(self, manifest: Manifest) -> None:
+        if self._housekeeper is not None:
+            self._housekeeper.committed(manifest.payload_bytes)
+
+    def _free_snapshot(self) -> None:
+        self._snapshot_is_free = True
+        self._worker.tell()
+
+    def _idle(self) -> float | None:
+        return None if self._publishing is None else self._publishing.idle()
+
+    def _end(self) -> None:
+        if self._publishing is not None:
+            self._publishing.close()
+        if self._hub is not None:
+            self._hub.close()

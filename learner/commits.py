@@ -1,0 +1,251 @@
+"""Rank 0's part of publishing: wait for what the ranks have left, add up their digests, commit the manifest.
+
+Invariant: a manifest is committed only when every rank's share of it is stored; it is made once, so a commit that is
+tried again is of the very same bytes. What is made in the background (skips, anchors beside a delta) is committed when
+it happens to be complete, and given up without harm when it is not worth it or does not come. Held by
+tests/unit/learner/test_commits.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from anabranch.kernels.delta_codec import CODEC
+from anabranch.kernels.digest import NOTHING, Sums, add_sums, digest_of_sums
+from anabranch.learner.known_entries import KnownEntries
+from anabranch.learner.publish_order import EpochOpening
+from anabranch.learner.share_record import ShareRecord, read_record
+from anabranch.schemas.errors import DeadlineError, ManifestError, TemporaryError
+from anabranch.schemas.layout import Layout, root_digest
+from anabranch.schemas.manifest import Base, Kind, Manifest
+from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.weight_index import IndexEntry
+from anabranch.transport.retry import retry_until
+from anabranch.transport.signing import Signer
+from anabranch.transport.weight_channel import WeightChannel
+
+T = TypeVar("T")
+POLL_S = 0.01
+BACKGROUND_POLL_S = 0.05
+GIVE_UP_S = 600.0  # on a skip or an anchor whose other shares do not come
+LATEST = 4  # skips and anchors come this late at most, in lengths of the longest skip
+PATIENCE = 2  # times connect_deadline_s, for the shares of other ranks: they retry for one of it themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """A manifest made beside the steps: rank 0's own record of it is there."""
+
+    kind: Kind
+    step: int
+    base: int | None
+    own: ShareRecord
+    since_s: float
+
+
+class Commits:
+    """Lives in rank 0's publishing thread, which owns `channel`. `sums`: of the whole state, by tensor."""
+
+    def __init__(
+        self,
+        channel: WeightChannel,
+        layout: Layout,
+        opening: EpochOpening,
+        *,
+        world_size: int,
+        reach: int,
+        deadline_s: float,
+        signer: Signer | None,
+        on_committed: Callable[[Manifest], object],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._channel, self._layout, self._opening = channel, layout, opening
+        self._world_size, self._reach, self._deadline_s = world_size, reach, deadline_s
+        self._signer, self._on_committed, self._should_stop = signer, on_committed, should_stop
+        self._sums: dict[int, Sums] = dict.fromkeys(range(len(layout.tensors)), NOTHING)
+        self._tensor_digests = {t.name: digest_of_sums(NOTHING) for t in layout.tensors}
+        self._elements = sum(t.numel for t in layout.tensors)
+        self._digests: dict[int, str] = {}  # of versions that a skip can still begin at
+        self._waiting: deque[Background] = deque()
+        self._known = KnownEntries((), reach=reach)
+        self._anchor_ordered = False
+
+    def open(self, own: ShareRecord) -> Base | None:
+        """The version on the channel whose state ours is (the epoch begins as its fork), None if there is none. Collects
+        the sums of all shares and leaves the layout."""
+        self._call(lambda: self._channel.put_layout(self._layout), "to store the layout")
+        self._add(self._complete(own))
+        version, digest = self._opening.fork_version, self._digest()
+        entries = self._call(self._channel.index, "to read the index")
+        self._known = KnownEntries(entries, reach=self._reach)
+        self._digests[version] = digest
+        here = [e.policy for e in entries if e.digest == digest and e.policy.version == version]
+        older = max((p for p in here if p.epoch < self._opening.epoch), default=None)
+        return None if older is None else Base(epoch=older.epoch, version=older.version, digest=digest)
+
+    def begin(self, own: ShareRecord, fork: Base | None) -> Manifest:
+        """Commit the epoch's first version: `fork`, or the anchor that `own` is a share of."""
+        step = self._opening.step
+        if fork is not None:
+            return self._commit(self._manifest("fork", self._opening.fork_version, fork, step, []))
+        records = self._complete(own)
+        return self._commit(self._manifest("anchor", self._opening.fork_version, None, step, records))
+
+    def commit_step(self, own: ShareRecord, step: int) -> Manifest:
+        """Wait for the other ranks, then move the head to the version of `own`."""
+        records = self._complete(own)
+        self._add(records)
+        version = own.version
+        self._digests[version] = self._digest()
+        self._digests.pop(version - LATEST * self._reach - 1, None)
+        return self._commit(self._manifest("delta", version, self._base(version - 1), step, records))
+
+    def order_anchor(self) -> bool:
+        """Whether the next version is to get an anchor too; True once, until it is there or given up."""
+        head = max(self._digests)
+        if self._anchor_ordered or not self._known.anchor_is_due(PolicyVersion(self._opening.epoch, head)):
+            return False
+        self._anchor_ordered = True
+        return True
+
+    def later(self, own: ShareRecord, *, step: int, base: int | None) -> None:
+        """Rank 0's part of a skip from `base`, or of an anchor (None), is done or declined."""
+        self._waiting.append(Background("anchor" if base is None else "skip", step, base, own, time.monotonic()))
+
+    def background(self) -> float | None:
+        """Commit what has become complete; when to call again (seconds), None if nothing is waited for."""
+        for _ in range(len(self._waiting)):
+            made = self._waiting.popleft()
+            try:
+                if not self._settled(made):
+                    self._waiting.append(made)
+            except TemporaryError as error:
+                self._waiting.append(made)
+                structlog.get_logger().debug("the hub does not take a background manifest now", error=str(error))
+                return 1.0
+            except ManifestError as error:  # its base was dropped meanwhile, or a share of it expired
+                self._give_up(made, str(error))
+        return BACKGROUND_POLL_S if self._waiting else None
+
+    def _settled(self, made: Background) -> bool:
+        """Committed, or given up."""
+        label = made.own.label
+        records = self._records(made.own) if not made.own.declined else [made.own]
+        declined = next((r for r in records if r.declined), None)
+        if declined is not None:
+            self._give_up(made, f"rank {declined.rank}: {declined.declined}")
+            return True
+        if len(records) < self._world_size:
+            if time.monotonic() - made.since_s > GIVE_UP_S:
+                self._give_up(made, f"{label} {made.own.policy}: {self._missing(records)} did not come")
+                return True
+            return False
+        base = None if made.base is None else self._base(made.base)
+        manifest = self._manifest(made.kind, made.own.version, base, made.step, records)
+        if made.kind == "skip" and not self._known.is_worth(IndexEntry.of(manifest)):
+            self._give_up(made, "no smaller than what it replaces")
+            return True
+        self._channel.commit(manifest)
+        self._committed(manifest)
+        return True
+
+    def _give_up(self, made: Background, why: str) -> None:
+        if made.kind == "anchor":
+            self._anchor_ordered = False
+        structlog.get_logger().debug("not made", manifest=f"{made.own.label} {made.own.policy}", why=why)
+
+    def _complete(self, own: ShareRecord) -> list[ShareRecord]:
+        """The records of all ranks. Raises DeadlineError naming the ranks that are missing."""
+        deadline_s = PATIENCE * self._deadline_s
+        end = time.monotonic() + deadline_s
+        while True:
+            records = self._call(lambda: self._records(own), f"to read the shares of version {own.version}")
+            if len(records) == self._world_size:
+                return records
+            if time.monotonic() > end or self._should_stop():
+                raise DeadlineError.waiting_for(
+                    f"{self._missing(records)} of the learner to store the share of {own.label} {own.policy}",
+                    deadline_s,
+                    "see the log of that rank",
+                )
+            time.sleep(POLL_S)
+
+    def _records(self, own: ShareRecord) -> list[ShareRecord]:
+        """What is there so far, by rank. Raises ManifestError, and TemporaryError if the hub does not answer."""
+        if self._world_size == 1:
+            return [own]
+        texts = self._channel.shares(own.policy, own.label)
+        others = [
+            read_record(texts[rank], run=own.run, policy=own.policy, label=own.label, rank=rank, signer=self._signer)
+            for rank in range(1, self._world_size)
+            if rank in texts
+        ]
+        return [own, *others]
+
+    def _missing(self, records: list[ShareRecord]) -> str:
+        absent = sorted(set(range(self._world_size)) - {r.rank for r in records})
+        return ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
+
+    def _add(self, records: list[ShareRecord]) -> None:
+        grown: set[int] = set()
+        for record in records:
+            for tensor, sums in record.sums_by_tensor().items():
+                if tensor not in self._sums:
+                    raise ManifestError(f"rank {record.rank} has a sum of tensor {tensor}, which the layout lacks")
+                self._sums[tensor] = add_sums(self._sums[tensor], sums)
+                grown.add(tensor)
+        for tensor in grown:
+            self._tensor_digests[self._layout.tensors[tensor].name] = digest_of_sums(self._sums[tensor])
+
+    def _digest(self) -> str:
+        return root_digest(self._layout, self._tensor_digests)
+
+    def _base(self, version: int) -> Base:
+        return Base(epoch=self._opening.epoch, version=version, digest=self._digest_of(version))
+
+    def _digest_of(self, version: int) -> str:
+        try:
+            return self._digests[version]
+        except KeyError:
+            raise ManifestError(f"version {version} is too old for another manifest") from None
+
+    def _manifest(self, kind: Kind, version: int, base: Base | None, step: int, records: list[ShareRecord]) -> Manifest:
+        made = Manifest(
+            kind=kind,
+            run=self._opening.run,
+            epoch=self._opening.epoch,
+            version=version,
+            base=base,
+            result_digest=self._digest_of(version),
+            layout_hash=self._layout.hash,
+            codec=CODEC,
+            chunks=tuple(chunk for record in records for chunk in record.chunks),
+            full_bytes=self._layout.payload_bytes,
+            changed_elements=sum(record.changed_elements for record in records),
+            total_elements=self._elements,
+            learner_step=step,
+            fork_version=self._opening.fork_version,
+            published_ms=time.time_ns() // 1_000_000,
+        )
+        return made if self._signer is None else self._signer.sign(made)
+
+    def _commit(self, manifest: Manifest) -> Manifest:
+        self._call(lambda: self._channel.commit(manifest), f"to commit {manifest.label} {manifest.policy}")
+        self._committed(manifest)
+        return manifest
+
+    def _committed(self, manifest: Manifest) -> None:
+        self._known.add(IndexEntry.of(manifest))
+        if manifest.kind == "anchor":
+            self._anchor_ordered = False
+        self._on_committed(manifest)
+
+    def _call(self, call: Callable[[], T], why: str) -> T:
+        what = f"the hub's Redis, {why}"
+        return retry_until(call, deadline_s=self._deadline_s, what=what, should_stop=self._should_stop)
