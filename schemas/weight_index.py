@@ -6,12 +6,18 @@ manifests themselves before a byte is written. Held by tests/unit/schemas/test_w
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from anabranch.schemas.errors import ManifestError
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
 
+_NUMBER = "(?:0|[1-9][0-9]{0,14})"
+_ENTRY = re.compile(
+    f"(?P<epoch>{_NUMBER}):(?P<version>{_NUMBER}):(?P<label>anchor|delta|fork|skip[1-9][0-9]{{0,9}}):"
+    f"(?P<base>{_NUMBER}:{_NUMBER}|-:-):(?P<bytes>{_NUMBER}):(?P<chunks>{_NUMBER}):(?P<digest>[0-9a-f]{{32}})"
+)
 EPOCH_STRIDE = 2**32  # score = epoch · stride + version: exact in a double for 2^21 epochs
 
 
@@ -48,9 +54,12 @@ class IndexEntry:
     @classmethod
     def from_text(cls, text: str) -> IndexEntry:
         """Inverse of `to_text`. Raises ManifestError on anything else."""
-        try:
-            epoch, version, label, base_epoch, base_version, size, chunks, digest = text.split(":")
-            base = None if base_epoch == "-" else PolicyVersion(int(base_epoch), int(base_version))
-            return cls(PolicyVersion(int(epoch), int(version)), label, base, int(size), int(chunks), digest)
-        except ValueError as error:
-            raise ManifestError(f"not an entry of the weight index: {text[:200]!r}") from error
+        found = _ENTRY.fullmatch(text)
+        if found is None:
+            raise ManifestError(f"not an entry of the weight index: {text[:200]!r}")
+        label, base, digest = found["label"], found["base"], found["digest"]
+        policy = PolicyVersion(int(found["epoch"]), int(found["version"]))
+        before = None if base == "-:-" else PolicyVersion(*map(int, base.split(":")))
+        if (before is None) != (label == "anchor") or (before is not None and before >= policy):
+            raise ManifestError(f"an entry of the weight index does not lead forward: {text[:200]!r}")
+        return cls(policy, label, before, int(found["bytes"]), int(found["chunks"]), digest)

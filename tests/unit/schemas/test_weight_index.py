@@ -43,8 +43,21 @@ def test_scores_sort_by_epoch_and_then_by_version_and_are_exact_as_doubles() -> 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "2:8", f"2:8:delta:2:7:15:2:{HEX}:more", f"x:8:delta:2:7:15:2:{HEX}", f"2:8:delta:2:-:15:2:{HEX}", f"2:8:delta:2:7:15.0:2:{HEX}"],
+    [
+        "", "2:8", f"2:8:delta:2:7:15:2:{HEX}:more", f"x:8:delta:2:7:15:2:{HEX}", f"2:8:delta:2:-:15:2:{HEX}",
+        f"2:8:delta:2:7:15.0:2:{HEX}", f"2:8:delta:2:7:-15:2:{HEX}", f"2:8:bogus:2:7:15:2:{HEX}", f"2:8:skip:2:4:15:2:{HEX}",
+        f" 2:8:delta:2:7:15:2:{HEX}", f"2:8:delta:2:7:1_5:2:{HEX}", "2:8:delta:2:7:15:2:zz", f"2:8:delta:2:7:{'9' * 16}:2:{HEX}",
+    ],
 )  # fmt: skip
 def test_other_text_is_refused_by_name(text: str) -> None:
     with pytest.raises(ManifestError, match="not an entry of the weight index"):
+        IndexEntry.from_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"2:8:delta:2:8:15:2:{HEX}", f"2:8:fork:3:8:0:0:{HEX}", f"2:8:anchor:2:7:15:2:{HEX}", f"2:8:delta:-:-:1:1:{HEX}"],
+)
+def test_an_entry_leads_forward(text: str) -> None:
+    with pytest.raises(ManifestError, match="does not lead forward"):
         IndexEntry.from_text(text)
