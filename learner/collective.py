@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from numpy.typing import NDArray
 from anabranch.learner.batch import TrainBatch
 from anabranch.learner.distribute import broadcast_bytes
 from anabranch.learner.engine import LearnerEngine
+from anabranch.learner.publish_order import EpochOpening, PublishOrder
 from anabranch.learner.step import StepOutput
+from anabranch.learner.weight_publisher import WeightPublisher
+from anabranch.schemas.errors import AnabranchError
 from anabranch.schemas.layout import Layout
 
 
@@ -28,14 +32,25 @@ class Op(enum.IntEnum):
     STATE = 2
     SAVE = 3
     LOAD = 4
-    STOP = 5
+    OPEN_EPOCH = 5
+    PUBLISH = 6
+    STOP = 7
+
+
+MakePublisher = Callable[[LearnerEngine, EpochOpening], WeightPublisher]
+
+
+def _no_publisher(engine: LearnerEngine, opening: EpochOpening) -> WeightPublisher:
+    raise AnabranchError("this engine was made without a publisher")
 
 
 class CollectiveEngine:
-    """Rank 0's view."""
+    """Rank 0's view. `make_publisher` makes its own publisher; each of the others makes one when an epoch opens."""
 
-    def __init__(self, engine: LearnerEngine, *, world_size: int) -> None:
-        self._engine, self._world_size = engine, world_size
+    def __init__(
+        self, engine: LearnerEngine, *, world_size: int, make_publisher: MakePublisher = _no_publisher
+    ) -> None:
+        self._engine, self._world_size, self._make_publisher = engine, world_size, make_publisher
 
     @property
     def step(self) -> int:
@@ -72,6 +87,21 @@ class CollectiveEngine:
         self._announce(Op.LOAD, json.dumps(str(directory)).encode())
         return self._engine.load(directory)
 
+    def open_epoch(self, opening: EpochOpening) -> WeightPublisher:
+        """Have every rank publish its share of the present weights as the epoch's first version; returns rank 0's
+        publisher, whose `flush` waits for all."""
+        self._announce(Op.OPEN_EPOCH, opening.to_bytes())
+        publisher = self._make_publisher(self._engine, opening)
+        publisher.open()
+        return publisher
+
+    def publish(self, publisher: WeightPublisher, version: int) -> float:
+        """Have every rank publish its share of the present weights as `version`; returns how long the copying took, and
+        the wait for the version before (seconds). Raises as `WeightPublisher.publish`."""
+        order = publisher.next_order(version)
+        self._announce(Op.PUBLISH, order.to_bytes())
+        return publisher.publish(order)
+
     def stop(self) -> None:
         """Let the other ranks end. One that has ended by itself is no error here: it would hide the one that led to it,
         and its exit code."""
@@ -83,19 +113,30 @@ class CollectiveEngine:
             broadcast_bytes(bytes([op]) + payload)
 
 
-def follow(engine: LearnerEngine) -> None:
+def follow(engine: LearnerEngine, make_publisher: MakePublisher = _no_publisher) -> None:
     """What ranks above 0 do: take part in whatever rank 0 announces, until it says stop."""
-    while True:
-        message = broadcast_bytes(None)
-        op, payload = Op(message[0]), message[1:]
-        if op is Op.STEP:
-            engine.train_step(TrainBatch.from_bytes(payload))
-        elif op is Op.STATE:
-            engine.state_bits()
-        elif op is Op.SAVE:
-            directory, client_state = json.loads(payload)
-            engine.save(Path(directory), client_state)
-        elif op is Op.LOAD:
-            engine.load(Path(json.loads(payload)))
-        else:
-            return
+    publisher: WeightPublisher | None = None
+    try:
+        while True:
+            message = broadcast_bytes(None)
+            op, payload = Op(message[0]), message[1:]
+            if op is Op.STEP:
+                engine.train_step(TrainBatch.from_bytes(payload))
+            elif op is Op.STATE:
+                engine.state_bits()
+            elif op is Op.SAVE:
+                directory, client_state = json.loads(payload)
+                engine.save(Path(directory), client_state)
+            elif op is Op.LOAD:
+                engine.load(Path(json.loads(payload)))
+            elif op is Op.OPEN_EPOCH:
+                publisher = make_publisher(engine, EpochOpening.from_bytes(payload))
+                publisher.open()
+            elif op is Op.PUBLISH:
+                assert publisher is not None, "rank 0 opens an epoch first"
+                publisher.publish(PublishOrder.from_bytes(payload))
+            else:
+                return
+    finally:
+        if publisher is not None:
+            publisher.close()

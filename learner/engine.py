@@ -23,6 +23,7 @@ from anabranch.learner.batch import TrainBatch
 from anabranch.learner.deepspeed_config import compute_dtype, deepspeed_json, uses_master_weights
 from anabranch.learner.deepspeed_files import read_as_data
 from anabranch.learner.distribute import init_ranks
+from anabranch.learner.live_share import LiveShare
 from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
 from anabranch.learner.quiet import import_deepspeed, quiet, without_deprecations
 from anabranch.learner.random_state import seed_everything
@@ -113,11 +114,17 @@ class LearnerEngine:
         if learner.zero_stage == 0:
             self._clipper = _Clipper(self._engine.optimizer, learner.grad_clip)
         self._device = torch.device(self._engine.device)
+        self._share = self._weights.share(rank, world_size)
 
     @property
     def layout(self) -> Layout:
         """Names, dtypes and shapes of `state_bits`; on every rank."""
         return self._weights.layout
+
+    @property
+    def share(self) -> LiveShare:
+        """What this rank publishes of the weights."""
+        return self._share
 
     @property
     def vocabulary(self) -> int:
@@ -169,7 +176,7 @@ class LearnerEngine:
         )  # fmt: skip
 
     def state_bits(self) -> dict[str, NDArray[Any]]:
-        """The weights as a checkpoint would store them: name -> flat unsigned-integer array (uint16 for bfloat16,
+        """All weights as a checkpoint would store them, gathered: name -> flat unsigned-integer array (uint16 for bfloat16,
         uint32 for float32), on rank 0; an empty dict on the others. The arrays are copies."""
         with without_deprecations():
             return self._weights.bits(on_this_rank=self._rank == 0)

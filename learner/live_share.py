@@ -10,7 +10,7 @@ tests/e2e/test_learner_engine.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from anabranch.kernels.delta_chunk import Piece
 from anabranch.kernels.delta_dtypes import Bits
 from anabranch.learner.conversions import CheckpointNames, Conversion, revert
+from anabranch.learner.quiet import without_deprecations
 from anabranch.learner.shares import ShareImage, Whole, in_order, partition, split_evenly
 from anabranch.schemas.layout import Layout
 
@@ -103,10 +104,12 @@ def _copy(source: Tensor, bits: Bits, dtype: str) -> None:
     torch.from_numpy(bits.view(_SIGNED[dtype])).view(TORCH[dtype]).copy_(source, non_blocking=True)
 
 
-def _gathered(parameters: Sequence[Any]) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def _gathered(parameters: Sequence[Any]) -> Iterator[None]:
     if not parameters:
-        return contextlib.nullcontext()
+        yield
+        return
     import deepspeed
 
-    gathered: contextlib.AbstractContextManager[object] = deepspeed.zero.GatheredParameters(list(parameters))
-    return gathered
+    with without_deprecations(), deepspeed.zero.GatheredParameters(list(parameters)):
+        yield

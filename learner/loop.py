@@ -1,17 +1,16 @@
 """The learner's loop: wait for a batch, step, publish, checkpoint; evaluation before the first and after the last step.
 
-Invariant: version v is published before permits for batch v + S are handed out, and an entry is acknowledged only when
-a checkpoint with its update is durable. Every start opens a new epoch, at the version of the checkpoint it resumed
-from. Every wait has a deadline and `status` names what is waited for. Held by tests/e2e/test_synchronous.py and
-tests/e2e/test_survival.py.
+Invariant: version v is committed before permits for batch v + S are handed out (both by the publishing thread), and an
+entry is acknowledged only when a checkpoint with its update is durable. Every start opens a new epoch, at the version of
+the checkpoint it resumed from. Every wait has a deadline, `status` names what is waited for, and a failure of publishing
+ends it. Held by tests/unit/learner/test_loop.py, tests/e2e/test_synchronous.py and tests/e2e/test_survival.py.
 """
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
@@ -21,13 +20,15 @@ from anabranch.learner.checkpoint import CheckpointStore
 from anabranch.learner.collective import CollectiveEngine
 from anabranch.learner.evaluation import evaluate
 from anabranch.learner.feed import TRAINED, ZERO_VARIANCE, FedBatch, Feed
+from anabranch.learner.progress import LearnerState, Progress
+from anabranch.learner.publish_order import EpochOpening, Published
 from anabranch.learner.records import step_record
 from anabranch.learner.run_memory import RunMemory
 from anabranch.learner.step import StepOutput
-from anabranch.learner.weight_publisher import PublishReport, WeightPublisher
+from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import RunConfig
+from anabranch.schemas.errors import TemporaryError
 from anabranch.schemas.metrics import LearnerStatus, NoteRecord, StepRecord
-from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.metrics_log import MetricsLog
 from anabranch.transport.retry import retry_until
 from anabranch.transport.wiring import Hub
@@ -35,28 +36,6 @@ from anabranch.transport.wiring import Hub
 T = TypeVar("T")
 STATUS_EVERY_S = 0.5
 SMOOTHING = 0.2  # of the reward that is compared with learner.target_reward
-
-
-class LearnerState(enum.Enum):
-    STARTING = "starting"
-    EVALUATING = "evaluating"
-    WAITING = "waiting for a batch"
-    STEPPING = "stepping"
-    PUBLISHING = "publishing"
-    CHECKPOINTING = "checkpointing"
-    DONE = "done"
-
-
-@dataclass(slots=True)
-class _Progress:
-    epoch: int = 0
-    version: int = 0
-    fork_version: int = 0
-    smoothed_reward: float | None = None
-
-    @property
-    def policy(self) -> PolicyVersion:
-        return PolicyVersion(self.epoch, self.version)
 
 
 class LearnerLoop:
@@ -78,7 +57,7 @@ class LearnerLoop:
         self._engine, self._feed, self._hub, self._checkpoints = engine, feed, hub, checkpoints
         self._memory, self._metrics, self._config, self._resumed = memory, metrics, config, resumed
         self._heartbeat = heartbeat
-        self._progress = _Progress(
+        self._progress = Progress(
             epoch=(resumed or {}).get("epoch", 0),
             version=engine.step,
             fork_version=engine.step,
@@ -97,7 +76,15 @@ class LearnerLoop:
         ended = self._memory.finished(self._engine.step) if self._resumed else None
         if ended is not None and (self._engine.step >= learner.steps or self._reached_target()):
             return self._finish(ended)  # it died after the last evaluation; the producers may have ended already
-        self._open_epoch()
+        publisher = self._publisher = self._open_epoch()
+        try:
+            self._opened(publisher)
+            return self._train(publisher, should_stop)
+        finally:
+            publisher.close()
+
+    def _train(self, publisher: WeightPublisher, should_stop: Callable[[], bool]) -> str:
+        learner = self._config.learner
         if learner.evaluate and not (self._resumed or {}).get("evaluated"):
             self._evaluate(should_stop)
         self._open_permits(self._config.learner.steps * learner.groups_per_step)
@@ -106,13 +93,14 @@ class LearnerLoop:
             if self._reached_target():
                 reason = f"target reward {learner.target_reward} reached"
                 break
-            if not self._one_step(should_stop):
-                return self._stopped()
+            if not self._one_step(publisher, should_stop):
+                return self._stopped(publisher)
+        publisher.flush()
         self._open_permits(self._engine.step * learner.groups_per_step)  # nothing more to sample
         self._checkpoint()
         self._checkpoints.export(self._engine)
         if learner.evaluate and not self._evaluate(should_stop):
-            return self._stopped()  # not finished: the run still owes its last number
+            return self._stopped(publisher)  # not finished: the run still owes its last number
         self._memory.finish(self._engine.step, reason)
         return self._finish(reason)
 
@@ -123,12 +111,14 @@ class LearnerLoop:
         self._hub_call(lambda: self._hub.runs.finish(reason), "to mark the run finished")
         return reason
 
-    def _stopped(self) -> str:
+    def _stopped(self, publisher: WeightPublisher) -> str:
         self._checkpoint()
+        with contextlib.suppress(TemporaryError):
+            publisher.flush()  # the epoch after this one can begin as its fork then
         self._note("stopped", step=self._engine.step)
         return "stopped"
 
-    def _open_epoch(self) -> None:
+    def _open_epoch(self) -> WeightPublisher:
         progress = self._progress
         self._set_state(LearnerState.STARTING, "the hub")
         self._hub_call(self._hub.runs.start, "to start the run")
@@ -137,24 +127,23 @@ class LearnerLoop:
         progress.epoch = self._hub_call(lambda: self._hub.channel.open_epoch(above=above), "to open an epoch")
         self._memory.opened(progress.epoch)
         self._forks[progress.epoch] = progress.fork_version
-        self._publisher = WeightPublisher(
-            self._hub.channel,
-            self._engine.layout,
-            self._config.channel,
-            run=self._config.run.name,
-            epoch=progress.epoch,
-            fork_version=progress.fork_version,
-        )
-        state = self._engine.state_bits()
-        publisher = self._publisher
-        report = self._hub_call(lambda: publisher.open(state, step=self._engine.step), "to publish the anchor")
+        opening = EpochOpening(self._config.run.name, progress.epoch, progress.fork_version, self._engine.step)
+        return self._engine.open_epoch(opening)
+
+    def _opened(self, publisher: WeightPublisher) -> None:
+        """The epoch's first version is on the channel when this returns."""
+        progress = self._progress
+        publisher.waiting = lambda what: self._set_state(LearnerState.PUBLISHING, what)
+        first = publisher.flush()
+        assert first is not None
         self._note(
             "resumed" if self._resumed else "started",
             epoch=progress.epoch,
             version=progress.version,
-            anchor_bytes=report.delta_bytes,
-            full_bytes=report.full_bytes,
-            digest=report.digest,
+            begins_as=first.manifest.kind,
+            published_bytes=first.payload_bytes,
+            full_bytes=first.manifest.full_bytes,
+            digest=first.manifest.result_digest,
         )
         if self._resumed is None:
             self._checkpoint()  # so that a crash in the first steps resumes from the same start
@@ -166,17 +155,13 @@ class LearnerLoop:
         accepted = self._feed.drain_backlog()
         self._hub_call(
             lambda: self._hub.permits.reset(
-                epoch=progress.epoch,
-                version=progress.version,
-                batch=learner.groups_per_step,
-                max_age=self._config.correction.max_age,
-                total=total,
-                accepted=accepted,
+                epoch=progress.epoch, version=progress.version, batch=learner.groups_per_step,
+                max_age=self._config.correction.max_age, total=total, accepted=accepted,
             ),
             "to open permits",
-        )
+        )  # fmt: skip
 
-    def _one_step(self, should_stop: Callable[[], bool]) -> bool:
+    def _one_step(self, publisher: WeightPublisher, should_stop: Callable[[], bool]) -> bool:
         """False if `should_stop()` turned true while waiting."""
         progress, learner = self._progress, self._config.learner
         self._set_state(LearnerState.WAITING)
@@ -200,7 +185,9 @@ class LearnerLoop:
         output = self._engine.train_step(batch)
         self._feed.consumed(_fates(fed, output))
         step_s = time.monotonic() - started
-        report = self._publish(output.step)
+        self._set_state(LearnerState.PUBLISHING)
+        publish_s = self._engine.publish(publisher, output.step)
+        progress.version = output.step
         smoothed, mean = progress.smoothed_reward, float(batch.rewards.mean())
         progress.smoothed_reward = mean if smoothed is None else smoothed + SMOOTHING * (mean - smoothed)
         checkpoint_s = 0.0
@@ -208,20 +195,9 @@ class LearnerLoop:
             started = time.monotonic()
             self._checkpoint()
             checkpoint_s = time.monotonic() - started
-        self._metrics.append(self._record(fed, batch, output, report, step_s=step_s, checkpoint_s=checkpoint_s))
+        seconds = {"step_s": step_s, "publish_s": publish_s, "checkpoint_s": checkpoint_s}
+        self._metrics.append(self._record(fed, batch, output, publisher.published, **seconds))
         return True
-
-    def _publish(self, version: int) -> PublishReport:
-        assert self._publisher is not None
-        publisher = self._publisher
-        self._set_state(LearnerState.PUBLISHING)
-        state = self._engine.state_bits()
-        report = self._hub_call(
-            lambda: publisher.publish(state, version, step=version), f"to publish version {version}"
-        )
-        self._progress.version = version
-        self._hub_call(lambda: self._hub.permits.advance(version), "to advance permits")
-        return report
 
     def _checkpoint(self) -> None:
         if self._last_checkpoint == self._engine.step:
@@ -256,7 +232,7 @@ class LearnerLoop:
         return True
 
     def _record(
-        self, fed: FedBatch, batch: TrainBatch, output: StepOutput, report: PublishReport, **seconds: float
+        self, fed: FedBatch, batch: TrainBatch, output: StepOutput, published: Published | None, **seconds: float
     ) -> StepRecord:
         return step_record(
             self._config,
@@ -264,7 +240,8 @@ class LearnerLoop:
             fed,
             batch,
             output,
-            report,
+            published,
+            full_bytes=self._engine.layout.payload_bytes,
             producers=self._hub_call(self._hub.runs.producers, "to read the producers' status"),
             queue_depth=self._feed.depth(),
             elapsed_s=time.monotonic() - self._started_s,
@@ -278,6 +255,8 @@ class LearnerLoop:
 
     def _set_state(self, state: LearnerState, waiting_for: str = "") -> None:
         self._heartbeat()
+        if self._publisher is not None and state is not LearnerState.DONE:
+            self._publisher.check()
         now = time.monotonic()
         if state is self._state and now - self._reported_s < STATUS_EVERY_S:
             return

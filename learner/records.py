@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from anabranch.learner.batch import TrainBatch
 from anabranch.learner.feed import FedBatch
+from anabranch.learner.publish_order import Published
 from anabranch.learner.step import StepOutput
-from anabranch.learner.weight_publisher import PublishReport
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.metrics import ProducerStatus, StepRecord
 from anabranch.schemas.versions import PolicyVersion
@@ -21,19 +21,22 @@ def step_record(
     fed: FedBatch,
     batch: TrainBatch,
     output: StepOutput,
-    report: PublishReport,
+    published: Published | None,
     *,
+    full_bytes: int,
     producers: Mapping[str, ProducerStatus],
     queue_depth: Mapping[str, int],
     elapsed_s: float,
     steps_here: int,
     step_s: float,
+    publish_s: float,
     checkpoint_s: float,
 ) -> StepRecord:
-    """`elapsed_s` since this learner started, in which it did `steps_here` steps: the ETA extrapolates from them."""
+    """`published` is the newest version that is committed by now: most likely the one before this step's. `elapsed_s` since this learner started, in which it did `steps_here` steps: the ETA extrapolates from them."""
     tokens_per_s: dict[str, float] = defaultdict(float)
     for status in producers.values():
         tokens_per_s[status.region] += status.tokens_per_s
+    delta = published if published is not None and published.manifest.kind == "delta" else None
     in_flight, in_queue = batch.mean_ages()
     diagnostics = output.diagnostics
     return StepRecord(
@@ -66,11 +69,13 @@ def step_record(
         dropped=fed.dropped,
         wait_s=fed.wait_s,
         step_s=step_s,
-        publish_s=report.seconds,
+        publish_s=publish_s,
         checkpoint_s=checkpoint_s,
-        delta_bytes=report.delta_bytes,
-        full_bytes=report.full_bytes,
-        changed_fraction=report.changed_fraction,
+        committed_version=published.version if published else None,
+        commit_s=published.seconds if published else None,
+        delta_bytes=delta.payload_bytes if delta else 0,
+        full_bytes=full_bytes,
+        changed_fraction=delta.changed_fraction if delta else 0.0,
         queue_depth=dict(queue_depth),
         tokens_per_s=dict(tokens_per_s),
         versions_served={name: status.policy for name, status in producers.items()},

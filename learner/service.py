@@ -1,7 +1,8 @@
 """`anabranch learn`: wires the learner together; one process per rank.
 
-Invariant: only rank 0 talks to Redis and writes the run directory. A start with a checkpoint in the run directory
-resumes from the newest complete one.
+Invariant: only rank 0 reads streams, decides, and writes the run directory; the others talk to the hub and the blob store
+for their share of the weights alone. A start with a checkpoint in the run directory resumes from the newest complete one.
+Held by tests/unit/learner/test_service.py and tests/e2e/test_two_ranks.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.feed import Feed
 from anabranch.learner.launch import launch_ranks
 from anabranch.learner.loop import LearnerLoop
+from anabranch.learner.publish_order import EpochOpening
 from anabranch.learner.run_memory import RunMemory
+from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import RunConfig, dump_toml
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.transport.files import write_atomically
@@ -43,6 +46,15 @@ def learn(config: RunConfig) -> int:
 
     heartbeat = Heartbeat()
 
+    def make_publisher(engine: LearnerEngine, opening: EpochOpening) -> WeightPublisher:
+        return WeightPublisher(
+            engine.share,
+            lambda: connect_hub(config),
+            config.channel,
+            opening,
+            on_committed=lambda hub, version: hub.permits.advance(version),
+        )
+
     def main() -> int:
         engine = LearnerEngine(
             config.model.path,
@@ -57,9 +69,9 @@ def learn(config: RunConfig) -> int:
             heartbeat=heartbeat if rank == 0 else lambda: None,
         )
         if rank:
-            follow(engine)
+            follow(engine, make_publisher)
             return 0
-        collective = CollectiveEngine(engine, world_size=world_size)
+        collective = CollectiveEngine(engine, world_size=world_size, make_publisher=make_publisher)
         try:
             return _lead(config, collective, stop, heartbeat)
         finally:

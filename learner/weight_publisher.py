@@ -35,7 +35,7 @@ class WeightPublisher:
     Args:
         connect: makes a connection of its own to the hub; called in the threads that use it.
         on_committed: rank 0: called in the publishing thread after the commit of every step, with its own hub.
-        heartbeat: called every now and then while a method waits.
+        waiting: called every now and then with what a method waits for; may be set later.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class WeightPublisher:
         opening: EpochOpening,
         *,
         on_committed: Callable[[Hub, int], object] = lambda hub, version: None,
-        heartbeat: Callable[[], object] = lambda: None,
+        waiting: Callable[[str], object] = lambda what: None,
     ) -> None:
         self._share, self._connect, self._config, self._opening = share, connect, config, opening
-        self._on_committed, self._heartbeat = on_committed, heartbeat
+        self._on_committed, self.waiting = on_committed, waiting
         self._signer = load_signer(config.signing_key_file) if config.signing_key_file else None
         self._snapshot, self._snapshot_is_free = share.image(), True
         self._threads = Workers(config.codec_threads)
@@ -114,7 +114,7 @@ class WeightPublisher:
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         deadline_s = LONGEST * self._config.connect_deadline_s
-        self._worker.wait(done, deadline_s=deadline_s, what=what, heartbeat=self._heartbeat)
+        self._worker.wait(done, deadline_s=deadline_s, what=what, heartbeat=lambda: self.waiting(what))
 
     def _take_snapshot(self) -> None:
         self._wait(lambda: self._snapshot_is_free, "the version before to be encoded and stored")

@@ -48,11 +48,21 @@ class StepRecord(Record):
     dropped: dict[str, int] = Field(default_factory=dict, description="groups dropped since the last step, by cause")
     wait_s: float = Field(description="waiting for the batch")
     step_s: float = Field(description="forward, backward, optimizer")
-    publish_s: float
+    publish_s: float = Field(
+        description="the loop's wait for publishing: copying its weights, and for the version before"
+    )
     checkpoint_s: float = 0.0
-    delta_bytes: int
+    committed_version: int | None = Field(
+        default=None,
+        description="newest version on the channel when this record was written: publishing goes on in the background, so "
+        "most likely the one before this step's",
+    )
+    commit_s: float | None = Field(
+        default=None, description="of that version: from the copy of its weights to its commit"
+    )
+    delta_bytes: int = Field(description="of that version's delta; 0 before the first one")
     full_bytes: int
-    changed_fraction: float
+    changed_fraction: float = Field(description="of that version's delta: share of elements that it changed")
     queue_depth: dict[str, int] = Field(default_factory=dict, description="region -> groups pending")
     tokens_per_s: dict[str, float] = Field(default_factory=dict, description="region -> tokens sampled per second")
     versions_served: dict[str, str] = Field(default_factory=dict, description="producer -> policy tag")

@@ -13,17 +13,20 @@ from anabranch.consumers.reader import Reader
 from anabranch.kernels.diagnostics import Diagnostics
 from anabranch.learner.feed import Feed
 from anabranch.learner.loop import LearnerLoop
+from anabranch.learner.publish_order import EpochOpening
 from anabranch.learner.run_memory import RunMemory
+from anabranch.learner.shares import ArrayShare
 from anabranch.learner.step import StepOutput
-from anabranch.schemas.config import RunConfig, load_config
+from anabranch.learner.weight_publisher import WeightPublisher
+from anabranch.schemas.config import ChannelSection, RunConfig, load_config
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.metrics import NoteRecord
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.memory_world import MemoryWorld
 from anabranch.transport.metrics_log import MetricsLog, read_records
-from anabranch.transport.wiring import Hub
 from tests.groups import entry
+from tests.publishers import hub_of
 
 SAME = Diagnostics(4, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, None)
 
@@ -34,12 +37,31 @@ class Engine:
     layout = Layout.build([("w", "f32", (1,))])
     step = 0
 
+    def __init__(self, world: MemoryWorld) -> None:
+        self.world = world
+        self.connect = lambda: hub_of(self.world)
+
     def train_step(self, batch: Any) -> StepOutput:
         self.step += 1
         return StepOutput(self.step, 0.0, 0.0, 0.0, SAME, (), len(batch.group_indices))
 
-    def state_bits(self) -> dict[str, Any]:
-        return {"w": np.array([self.step], np.uint32)}
+    def open_epoch(self, opening: EpochOpening) -> WeightPublisher:
+        publisher = WeightPublisher(
+            self._share(),
+            lambda: self.connect(),
+            ChannelSection(connect_deadline_s=1.0),
+            opening,
+            on_committed=lambda hub, version: hub.permits.advance(version),
+        )
+        publisher.open()
+        return publisher
+
+    def publish(self, publisher: WeightPublisher, version: int) -> float:
+        publisher._share = self._share()
+        return publisher.publish(publisher.next_order(version))
+
+    def _share(self) -> ArrayShare:
+        return ArrayShare(self.layout, {"w": np.array([self.step], np.uint32)})
 
 
 class Checkpoints:
@@ -56,14 +78,14 @@ class Checkpoints:
 class Lab:
     def __init__(self, root: Path, *settings: str) -> None:
         self.world = MemoryWorld("run", ["east"])
-        self.engine, self.checkpoints, self.root = Engine(), Checkpoints(), root
+        self.engine, self.checkpoints, self.root = Engine(self.world), Checkpoints(), root
         self.config: RunConfig = load_config(
             "", overrides=["learner.groups_per_step=1", "learner.steps=2", "task.heldout_size=1", *settings]
         )
 
     def loop(self, *, resumed: dict[str, Any] | None = None) -> LearnerLoop:
         world, config = self.world, self.config
-        hub = Hub(channel=world.channel(), permits=world.permits, runs=world.runs, evaluations=world.evaluations)
+        self.engine.world, hub = world, hub_of(world)
         reader = Reader(world.streams(), run="run", group=LEARNER_GROUP, consumer="learner-0", config=config.stream)
         feed = Feed(
             reader, world.streams(), world.permits, batch_groups=1, max_age=8, block_ms=4, hub_deadline_s=1,
