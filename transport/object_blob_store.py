@@ -34,7 +34,9 @@ _NAME = re.compile(r"blobs/[0-9a-f]{2}/([0-9a-f]{64})\Z")
 _OF_CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_ca_certificate", "proxy_excludes")
 _MISSING = (FileNotFoundError, exceptions.NotFoundError)
 _FULL = re.compile(r"os error (28|122)\b|No space left|QuotaExceeded|InsufficientStorage|507 Insufficient", re.I)
-_REFUSED = re.compile(r"os error (1|13|30)\b|AccessDenied|InvalidAccessKey|SignatureDoesNotMatch|ExpiredToken", re.I)
+_REFUSED = re.compile(
+    r"os error (1|13|30)\b|AccessDenied|InvalidAccessKey|SignatureDoesNotMatch|ExpiredToken|\b40[13] [UF]", re.I
+)
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.I)
 
 

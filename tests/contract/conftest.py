@@ -16,6 +16,7 @@ from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
 from anabranch.transport.stream import TrajectoryStream
+from tests.contract.s3_server import S3Server, s3_server
 from tests.contract.weight_worlds import World
 
 
@@ -100,3 +101,11 @@ def world(request: pytest.FixtureRequest, keys: Keys) -> Iterator[World]:
     )
     for channel in opened:
         channel.close()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with pytest.MonkeyPatch.context() as patch, s3_server(tmp_path_factory.mktemp("s3") / "log") as server:
+        patch.setenv("AWS_ACCESS_KEY_ID", "AKIATESTKEYID")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret-of-the-store")
+        yield server
