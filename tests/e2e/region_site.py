@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,22 @@ class Region:
         self.followers: list[WeightFollower] = []
 
     def grow(self, count: int) -> dict[str, Any]:
-        while len(self.followers) < count:
-            name = f"producer-{len(self.followers)}"
-            node = self.nodes / name
-            node.mkdir(mode=0o700)
-            leases = LeaseKeeper(connect_hub(self.config).channel, name, lease_ms=self.config.channel.lease_ms)
-            leases.start()
-            mirror = open_node_mirror(LAYOUT, run=self.config.run.name, node_dir=node)
-            follower = WeightFollower(
-                connect_weights(self.config, "east"), mirror, run=self.config.run.name,
-                poll_ms=self.config.producer.poll_ms, leases=leases,
-            )  # fmt: skip
-            follower.start()
-            self.followers.append(follower)
-        return {"producers": count}
+        with ThreadPoolExecutor(count) as pool:
+            self.followers += pool.map(self._follower, range(len(self.followers), count))
+        return {"producers": len(self.followers)}
+
+    def _follower(self, number: int) -> WeightFollower:
+        config, name = self.config, f"producer-{number}"
+        node = self.nodes / name
+        node.mkdir(mode=0o700)
+        leases = LeaseKeeper(connect_hub(config).channel, name, lease_ms=config.channel.lease_ms)
+        leases.start()
+        follower = WeightFollower(
+            connect_weights(config, "east"), open_node_mirror(LAYOUT, run=config.run.name, node_dir=node),
+            run=config.run.name, poll_ms=config.producer.poll_ms, leases=leases,
+        )  # fmt: skip
+        follower.start()
+        return follower
 
     def reach(self, goal: PolicyVersion) -> dict[str, Any]:
         end = time.monotonic() + REACH_S

@@ -41,7 +41,7 @@ KEEP = 25  # versions behind the head that retention leaves
 CHUNKS = 8
 BACKLOG_BYTES = 2**20
 S3_PORT = 5000
-UPDATES = 10
+UPDATES = 6
 PASSWORD = "p w#1"
 
 
@@ -101,6 +101,8 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
     replica_login = folder / "replica-login.conf"
     replica_login.write_text(f'masteruser replica\nmasterauth "{PASSWORD}"\n')
     with slow_link(seconds=170) as link:
+        s3 = [sys.executable, "-I", "-m", "moto.server", "-H", ADDRESS["a"], "-p", str(S3_PORT)]
+        link.run("a", s3, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         hub_words = ["--aclfile", str(users["hub"]), "--repl-backlog-size", str(BACKLOG_BYTES)]
         hub = start_redis(link, "a", "hub", folder / "hub", hub_words, login=login("learner"))
         words = ["--aclfile", str(users["replica"]), "--include", str(replica_login), *REPLICA_OF_HUB]
@@ -339,8 +341,6 @@ def test_an_update_crosses_the_link_once_for_any_number_of_producers(sites: Site
 
 def test_so_it_does_from_an_object_store_through_the_region_s_cache(sites: Sites, tmp_path: Path) -> None:
     endpoint = f"{ADDRESS['a']}:{S3_PORT}"
-    argv = [sys.executable, "-I", "-m", "moto.server", "-H", ADDRESS["a"], "-p", str(S3_PORT)]
-    sites.link.run("a", argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     make_bucket(sites.link, endpoint)
     start_redis(sites.link, "b", "region", tmp_path / "region")
     channel = (
