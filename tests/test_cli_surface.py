@@ -19,7 +19,8 @@ from anabranch.schemas.config import RunConfig
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
-CONFIGURED = ("learn", "record", "config", "ledger", "weights")  # commands that take --config and --set and no more
+# commands that need no more than --config and --set
+CONFIGURED = ("learn", "record", "config", "ledger", "weights log", "weights verify", "weights followers", "weights gc")
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -116,7 +117,7 @@ def test_every_option_is_explained() -> None:
 )
 def test_a_bad_setting_is_one_line_and_78(name: str, setting: str, told: str, capsys) -> None:
     """Before anything heavy is loaded, and before any server is asked."""
-    code, line = fails(capsys, name, "--set", setting)
+    code, line = fails(capsys, *name.split(), "--set", setting)
     assert code == 78
     assert told in line
 
@@ -142,12 +143,33 @@ def test_an_unknown_region_is_2_and_the_known_ones_are_told(capsys) -> None:
     assert "east, west" in line
 
 
-@pytest.mark.parametrize("argv", [[], ["bogus"], ["config", "--bogus"], ["produce"], ["config", "extra"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [], ["bogus"], ["config", "--bogus"], ["produce"], ["config", "extra"], ["weights", "bogus"], ["weights", "show"],
+        ["weights", "path", "nothing"], ["weights", "log", "--last", "0"], ["weights", "verify", "--producers", "--to", "3"],
+    ],
+)  # fmt: skip
 def test_a_wrong_command_line_is_2(argv: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2
     assert "usage: anabranch" in capsys.readouterr().err
+
+
+def test_weights_alone_shows_its_kinds_and_is_2(capsys) -> None:
+    assert main(["weights"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for kind in ("log", "show", "verify", "path", "followers", "pin", "unpin", "rollback", "gc", "keygen"):
+        assert f"\n    {kind}" in captured.err
+
+
+@pytest.mark.parametrize("kind", sorted(sub_parsers(commands()["weights"])))
+def test_every_kind_of_weights_has_examples(kind: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["weights", kind, "--help"])
+    assert f"\nexamples:\n  anabranch weights {kind}" in capsys.readouterr().out
 
 
 def test_an_unreachable_redis_is_75_with_its_address_and_without_its_password() -> None:

@@ -52,6 +52,7 @@ def _log(args: argparse.Namespace, config: RunConfig, hub: Hub) -> None:
     for line in lines:
         print(row(line))
     if args.follow:
+        sys.stdout.flush()
         weights_log.follow(
             hub.channel,
             lambda line: print(row(line), flush=True),
