@@ -56,8 +56,11 @@ class AnabranchWorkerExtension:
         return None if engine.model_dir == model_dir else self.anabranch_init(model_dir)
 
     def anabranch_describe(self) -> dict[str, Any]:
-        """What a client must know of the engine to keep stale KV from being served."""
-        return {"prefix_caching": bool(self.vllm_config.cache_config.enable_prefix_caching)}
+        """Whether it caches prefixes, whose KV no other weights may find, and whether it was attached since it started."""
+        return {
+            "prefix_caching": bool(self.vllm_config.cache_config.enable_prefix_caching),
+            "attached": self._anabranch_engine().model_dir is not None,
+        }
 
     def anabranch_stage(self, update_info: dict[str, Any], background: bool = False) -> Refusal | None:
         """Check an update and work out its writes; nothing is written before every worker has agreed."""

@@ -17,7 +17,9 @@ import anabranch
 from anabranch.cli.common import HelpFormatter
 
 # command modules, in the order of --help; each has add_parser(subparsers), whose parser sets `run`
-COMMANDS = ("demo", "learn", "produce", "record", "model", "config", "ledger", "weights", "delta", "report", "bench")
+COMMANDS = (
+    "demo", "learn", "produce", "follow", "record", "model", "config", "ledger", "weights", "delta", "report", "bench",
+)  # fmt: skip
 
 EPILOG = """\
 examples:
