@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' own helpers: python -I leaves the folder out
+
 
 def main(job_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
@@ -28,18 +30,31 @@ def main(job_file: str) -> None:
         from anabranch.learner.distribute import leave_ranks
 
         for run in job["runs"]:
-            train(Path(job["model"]), **run)
+            train(Path(run.pop("model", job["model"])), **run)
         leave_ranks(0)
 
 
-def train(model: Path, out: str, learner: dict[str, Any], batches: list[str], save_at: int | None = None) -> None:
-    """Resume if there is a checkpoint in `out`, do the steps that are left, write weights and figures."""
+def train(
+    model: Path,
+    out: str,
+    learner: dict[str, Any],
+    batches: list[str],
+    save_at: int | None = None,
+    hub: str | None = None,
+    run: str = "r",
+) -> None:
+    """Resume if there is a checkpoint in `out`, do the steps that are left, write weights and figures. With the URL of a
+    `hub` every version is published there, as that of `run`."""
     from anabranch.learner.batch import TrainBatch
     from anabranch.learner.checkpoint import CheckpointStore
     from anabranch.learner.collective import CollectiveEngine, follow
     from anabranch.learner.distribute import rank_from_environment
     from anabranch.learner.engine import LearnerEngine
-    from anabranch.schemas.config import CorrectionSection, LearnerSection
+    from anabranch.learner.publish_order import EpochOpening
+    from anabranch.learner.weight_publisher import WeightPublisher
+    from anabranch.schemas.config import CorrectionSection, LearnerSection, load_config
+    from anabranch.transport.wiring import connect_hub
+    from tests.publishers import digest_of
 
     rank, world_size = rank_from_environment() or (0, 1)
     made = LearnerEngine(
@@ -51,25 +66,40 @@ def train(model: Path, out: str, learner: dict[str, Any], batches: list[str], sa
         rank=rank,
         world_size=world_size,
     )
+
+    def make_publisher(engine: LearnerEngine, opening: EpochOpening) -> WeightPublisher:
+        config = load_config("", overrides=[f"hub.url={hub}", f"run.name={run}"])
+        return WeightPublisher(engine.share, lambda: connect_hub(config), config.channel, opening)
+
     if rank:
-        follow(made)
+        follow(made, make_publisher)
         return
-    engine, folder = CollectiveEngine(made, world_size=world_size), Path(out)
+    engine = CollectiveEngine(made, world_size=world_size, make_publisher=make_publisher)
+    folder, digests = Path(out), []
     folder.mkdir(exist_ok=True)
     checkpoints = CheckpointStore(folder / "checkpoints", run="r", layout_hash=engine.layout.hash, keep=1)
     try:
         resumed = checkpoints.load_newest(engine)
         outputs = []
+        publisher = engine.open_epoch(EpochOpening(run, 1, engine.step, engine.step)) if hub else None
+        digests = [digest_of(engine.layout, engine.state_bits())]
         for file in batches[engine.step :]:
             outputs.append(engine.train_step(TrainBatch.from_bytes(Path(file).read_bytes())))
+            if publisher:
+                engine.publish(publisher, engine.step)
+            digests.append(digest_of(engine.layout, engine.state_bits()))
             if engine.step == save_at:
                 checkpoints.save(engine, {"epoch": 3})
         np.savez(folder / "weights.npz", **engine.state_bits())
         checkpoints.export(engine)
+        if publisher:
+            publisher.drain()
+            publisher.close()
     finally:
         engine.stop()
     report = {
         "resumed": resumed,
+        "digests": digests,
         "loss": [o.loss for o in outputs],
         "grad_norm": [o.grad_norm for o in outputs],
         "kl_k3": [o.diagnostics.kl_k3 for o in outputs],

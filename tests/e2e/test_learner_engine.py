@@ -1,4 +1,5 @@
-"""Two ranks in processes of their own against one: same losses, same weights to rounding, same lifetime."""
+"""Two ranks in processes of their own against one: same losses, same weights to rounding, same lifetime. And what they
+publish, each its share, against the whole model gathered: the same digests, the same bits."""
 
 from __future__ import annotations
 
@@ -15,11 +16,17 @@ import numpy as np
 import pytest
 import torch
 
+from anabranch.kernels.delta_dtypes import uint_dtype
 from anabranch.learner.launch import launch_ranks
 from anabranch.learner.weights import tensor_bits
+from anabranch.schemas.config import load_config
 from anabranch.schemas.errors import EXIT_TEMPORARY, CheckpointError
+from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.embedded_valkey import EmbeddedValkey
+from anabranch.transport.wiring import connect_hub
 from tests.e2e import learner_rank
-from tests.unit.learner.conftest import make_batch, save_qwen3
+from tests.publishers import apply, copy, digest_of
+from tests.unit.learner.conftest import make_batch, save_qwen3, save_qwen3_moe
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 RANK = Path(__file__).with_name("learner_rank.py")
@@ -68,8 +75,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, batches: li
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, batches: list[str]) -> Path:
-    """Two ranks: every stage in float32; and stages 1 and 3 in bf16, straight, halfway, and resumed by new processes."""
+def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its experts are fused in the live model and separate in the checkpoint."""
+    return save_qwen3_moe(tmp_path_factory.mktemp("model") / "moe")
+
+
+@pytest.fixture(scope="module")
+def together(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, moe_dir: Path, batches: list[str], valkey: EmbeddedValkey
+) -> Path:
+    """Two ranks: every stage in float32, published; stages 1 and 3 in bf16, straight, halfway, and resumed by new
+    processes; a mixture of experts, published."""
     out = tmp_path_factory.mktemp("two ranks")
 
     def launch(*runs: dict[str, Any]) -> None:
@@ -82,7 +98,16 @@ def together(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, batches:
         {"out": f"half {k}", "learner": learner, "batches": batches[:2], "save_at": 2} for k, learner in RESUMED.items()
     ]
     launch(
-        *({"out": f"stage {k}", "learner": {"zero_stage": k} | FLOAT32, "batches": batches} for k in range(4)),
+        *(
+            {"out": f"stage {k}", "learner": {"zero_stage": k} | FLOAT32, "batches": batches}
+            | {"hub": valkey.url, "run": f"stage-{k}"}
+            for k in range(4)
+        ),
+        *(
+            {"out": f"moe {k}", "learner": {"zero_stage": k, "lr": 1e-3}, "batches": batches[:2]}
+            | {"hub": valkey.url, "run": f"moe-{k}", "model": str(moe_dir)}
+            for k in (1, 3)
+        ),
         *({"out": f"straight {k}", "learner": learner, "batches": batches} for k, learner in RESUMED.items()),
         *halfway,
     )
@@ -99,6 +124,32 @@ def test_two_ranks_train_what_one_trains(together: Path, alone, stage):
         np.testing.assert_allclose(report[figure], expected[figure], rtol=1e-4, atol=1e-6)
     assert weights.keys() == expected_weights.keys()
     np.testing.assert_allclose(values(weights), values(expected_weights), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("run", ["stage-0", "stage-1", "stage-2", "stage-3", "moe-1", "moe-3"])
+def test_what_ranks_publish_of_their_shares_is_the_whole_model_at_every_version(together: Path, valkey, run):
+    report, weights = results(together / run.replace("-", " "))
+    hub = connect_hub(load_config("", overrides=[f"hub.url={valkey.url}", f"run.name={run}"]))
+    entries = hub.channel.index()
+    versions = len(report["digests"])
+    made = {(e.label, e.policy.version) for e in entries}
+    steps = {("anchor", 0), *(("delta", v) for v in range(1, versions))}
+    assert (
+        steps
+        <= made
+        <= steps | {(f"skip{n}", v) for v in range(versions) for n in (2, 4)} | {("anchor", v) for v in range(versions)}
+    )
+    layout = hub.channel.layout(hub.channel.manifests([(PolicyVersion(1, 0), "anchor")])[0].layout_hash)
+    states = {}
+    for entry in entries:  # by every way that there is
+        empty = {t.name: np.zeros(t.numel, uint_dtype(t.dtype)) for t in layout.tensors}
+        state = empty if entry.base is None else copy(states[entry.base.version])
+        apply(hub.channel, layout, entry, state)
+        assert entry.digest == digest_of(layout, state) == report["digests"][entry.policy.version]
+        states[entry.policy.version] = state
+    assert {n: b.tobytes() for n, b in states[versions - 1].items()} == {n: b.tobytes() for n, b in weights.items()}
+    assert report["digests"][0] != report["digests"][-1]
+    hub.close()
 
 
 @pytest.mark.parametrize("stage", RESUMED)

@@ -70,7 +70,7 @@ def test_max_age_zero_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None
         run.start("producer", "produce", "--region", "east")
         run.wait_for_all(deadline_s=300)
         channel = connect_hub(run.config).channel
-        manifests = [channel.manifest(PolicyVersion(1, v), "delta" if v else "anchor") for v in range(STEPS + 1)]
+        manifests = channel.manifests([(PolicyVersion(1, v), "delta" if v else "anchor") for v in range(STEPS + 1)])
         channel.close()
     records = [r for r in read_records(tmp_path / "runs/sync/metrics.jsonl") if isinstance(r, StepRecord)]
     assert all(set(r.age_tokens) == {0} for r in records), "no token is older than the weights it trains"

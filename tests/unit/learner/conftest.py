@@ -33,6 +33,21 @@ def save_qwen3(directory: Path, *, tied: bool = True, seed: int = 0, **overrides
     return directory
 
 
+def save_qwen3_moe(directory: Path) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        initializer_range=0.2,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
 def make_group(index: int, *, samples: int = 4, reward: Callable[[int], float] | None = None, seed: int = 0) -> Group:
     """Random tokens of lengths that differ; log-probs near uniform; ages 0 to 3 at `NOW`."""
     rng = np.random.default_rng([seed, index])
@@ -63,6 +78,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen3(tmp_path_factory.mktemp("models") / "untied", tied=False)
+
+
+@pytest.fixture(scope="session")
+def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_moe(tmp_path_factory.mktemp("models") / "moe")
 
 
 @pytest.fixture

@@ -7,20 +7,6 @@ from safetensors.torch import load_file
 
 from anabranch.learner.policy import load_model
 from anabranch.learner.weights import PublishedWeights, export_hf
-from tests.unit.learner.conftest import VOCAB
-
-
-@pytest.fixture(scope="module")
-def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
-        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-    )  # fmt: skip
-    directory = tmp_path_factory.mktemp("moe")
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    return directory
 
 
 @pytest.mark.parametrize("which", ["model_dir", "untied_model_dir", "moe_dir"])
