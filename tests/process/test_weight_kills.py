@@ -1,7 +1,7 @@
 """kill -9 at random points of publish, fetch, decode and apply: whoever survives or starts again ends with the head's bits.
 
-`ANABRANCH_KILLS` sets how many kills (24 by default). Half of them come at a call that the process makes, counted, the
-other half from outside at any time.
+`ANABRANCH_KILLS` sets how many kills (24 by default), `ANABRANCH_KILL_SEED` which. Most come at a call that the process
+makes (the n-th one in code that fetches, decodes, applies, joins, publishes, or any), the others from outside at any time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ pytestmark = pytest.mark.process
 
 KILLS = int(os.environ.get("ANABRANCH_KILLS", "24"))
 FOLLOWERS = 3
+# Calls that a process makes of that sort in its first second or so, as powers of ten
+MOST = {"anywhere": 4.5, "decode": 3.5, "fetch": 2.5, "advance": 3.0, "rebuild": 2.0, "join": 1.5, "publish": 3.5}
 ACTORS = "tests.process.weight_actors"
 
 
@@ -42,11 +44,11 @@ class Node:
         self.channel = RedisWeightChannel(connect(server.url, deadline_s=20, what="the hub"), Keys(RUN))
         self.pids: list[int] = []
 
-    def follower(self, die: int = 0) -> int:
-        return self._spawn("follow", node_dir=str(self.node_dir), die=die)
+    def follower(self, **fuse: Any) -> int:
+        return self._spawn("follow", node_dir=str(self.node_dir), **fuse)
 
-    def publisher(self, die: int = 0, every_s: float = 0.0) -> int:
-        return self._spawn("publish", folder=str(self.folder), every_s=every_s, die=die)
+    def publisher(self, every_s: float = 0.0, **fuse: Any) -> int:
+        return self._spawn("publish", folder=str(self.folder), every_s=every_s, **fuse)
 
     def _spawn(self, what: str, **kwargs: Any) -> int:
         pid = self.zygote.spawn(f"{ACTORS}:{what}", self.output, url=self.url, log=str(self.log), **kwargs)
@@ -153,32 +155,36 @@ def test_a_stopped_producer_does_not_keep_the_others_from_serving(node: Node) ->
 def test_killed_anywhere_every_survivor_and_every_restart_converges(node: Node) -> None:
     rng = random.Random(int(os.environ.get("ANABRANCH_KILL_SEED", "0")) or None)
 
-    def fuse() -> int:
-        """A point of the program at which to die, or 0 to be killed from outside."""
-        return rng.choice((0, int(10 ** rng.uniform(1, 4.5))))
+    def fuse(*places: str) -> dict[str, Any]:
+        """A point of the program at which to die; without one it is killed from outside."""
+        where = rng.choice(("outside", "anywhere", *places))
+        most = MOST.get(where)
+        return {} if most is None else {"die": int(10 ** rng.uniform(0, most)), "where": where}
 
-    publisher = node.publisher(fuse())
-    followers = [node.follower(fuse()) for _ in range(FOLLOWERS)]
-    probe = open_node_mirror(
-        LAYOUT, run=RUN, node_dir=node.node_dir
-    )  # the mirror outlives them all, as it does on a node
+    def new_follower() -> int:
+        return node.follower(**fuse("fetch", "decode", "advance", "advance", "rebuild", "join"))
+
+    def new_publisher() -> int:
+        return node.publisher(**fuse("publish"))
+
+    publisher = new_publisher()
+    followers = [new_follower() for _ in range(FOLLOWERS)]
+    probe = open_node_mirror(LAYOUT, run=RUN, node_dir=node.node_dir)  # the memory outlives them all
     found: Counter[str] = Counter()
     kills = 0
     while kills < KILLS:
-        time.sleep(rng.uniform(0.0, 0.25))
-        victim = rng.randrange(FOLLOWERS + 1)
-        if victim < FOLLOWERS and rng.random() < 0.5:
-            kill(followers[victim])
-        elif victim == FOLLOWERS and rng.random() < 0.5:
-            kill(publisher)
-        found[probe.state.name] += 1
+        time.sleep(rng.uniform(0.0, 0.2))
+        victim = rng.choice([*followers, publisher])
+        if rng.random() < 0.4 and is_alive(victim):
+            kill(victim)
         for i, pid in enumerate(followers):
             if not is_alive(pid):
+                found[probe.state.name] += 1
                 kills += 1
-                followers[i] = node.follower(fuse())
+                followers[i] = new_follower()
         if not is_alive(publisher):
             kills += 1
-            publisher = node.publisher(fuse())
+            publisher = new_publisher()
         assert "Traceback" not in node.output_text(), node.output_text()
 
     for pid in [publisher, *followers]:  # some still carry a fuse
@@ -196,5 +202,6 @@ def test_killed_anywhere_every_survivor_and_every_restart_converges(node: Node) 
     assert content is not None
     assert content.policy == head
     assert content.digest == probe.digest(), "recomputed in full from the image"
-    print(f"{kills} kills, head {head}, states seen after kills: {dict(found)}")
+    deaths = Counter(f"{s['where']} in {s['function']}" for s in node.events("dies"))
+    print(f"{kills} kills, head {head}; the mirror after a follower's: {dict(found)}; by a fuse: {dict(deaths)}")
     probe.close()

@@ -29,7 +29,16 @@ from tests.weights import Publisher, State, random_state
 LAYOUT = Layout.build([("a.weight", "bf16", (512, 800)), ("b.weight", "bf16", (300, 300)), ("c.norm", "f32", (500,))])
 RUN = "killed"
 DENSITY = 0.02
-OURS = ("/producers/", "/transport/", "/kernels/", "/schemas/", "weights.py", "weight_actors.py")
+MIRROR = ("node_mirror.py", "change_log.py", "mirror_memory.py", "mirror_sums.py")
+PLACES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # files, and functions in them (none: all)
+    "anywhere": (("/producers/", "/transport/", "/kernels/", "/schemas/", "tests/weights.py", "weight_actors.py"), ()),
+    "decode": (("/kernels/",), ()),
+    "fetch": (("fetcher.py", "blob_store.py"), ()),
+    "advance": (MIRROR, ("_write", "_scatter", "append", "trim", "settle", "store", "advance", "_empty")),
+    "rebuild": ((*MIRROR, "delta_codec.py"), ("rebuild", "decode_anchor", "recomputed", "recover", "clear", "one")),
+    "join": (("mirror_registry.py", "mirror_lock.py"), ()),
+    "publish": (("redis_weight_channel.py", "tests/weights.py"), ()),
+}
 
 
 def warm_up() -> None:
@@ -58,19 +67,25 @@ def say(log: str, **what: Any) -> None:
         os.close(fd)
 
 
-def die_after(events: int) -> None:
-    """SIGKILL at call number `events` (Python or C) that code of ours makes, on any thread: a point in the program, not in
-    time."""
+def die_after(events: int, where: str, log: str) -> None:
+    """SIGKILL at call number `events` (Python or C) that code in `PLACES[where]` makes or is, on any thread: a point in the
+    program, not in time."""
+    files, functions = PLACES[where]
     left = events
     lock = threading.Lock()
 
+    def is_there(frame: Any) -> bool:
+        code = frame.f_code
+        return any(f in code.co_filename for f in files) and (not functions or code.co_name in functions)
+
     def profile(frame: Any, event: str, argument: object) -> None:
         nonlocal left
-        if event not in ("call", "c_call") or not any(part in frame.f_code.co_filename for part in OURS):
+        if event not in ("call", "c_call") or not (is_there(frame) or (frame.f_back and is_there(frame.f_back))):
             return
         with lock:
             left -= 1
             if left == 0:
+                say(log, event="dies", where=where, function=frame.f_code.co_name)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     threading.setprofile(profile)
@@ -89,7 +104,7 @@ class CountedBlobs:
         return payload
 
 
-def follow(url: str, node_dir: str, log: str, die: int = 0) -> None:
+def follow(url: str, node_dir: str, log: str, die: int = 0, where: str = "anywhere") -> None:
     """A producer without an engine: what it would write into one goes into `served`, by the places it was told, and must be
     the mirror's image then."""
     channel = RedisWeightChannel(connect(url, deadline_s=20, what="the hub"), Keys(RUN))
@@ -103,7 +118,7 @@ def follow(url: str, node_dir: str, log: str, die: int = 0) -> None:
 
     MirrorMemory.settle = settle_and_say  # type: ignore[method-assign]
     if die:
-        die_after(die)
+        die_after(die, where, log)
     mirror = open_node_mirror(LAYOUT, run=RUN, node_dir=Path(node_dir))
     follower = WeightFollower(channel, mirror, run=RUN, poll_ms=3, fetch_threads=2)
     served = np.zeros_like(mirror.image)
@@ -196,13 +211,13 @@ class DurablePublisher(Publisher):
                 file.unlink(missing_ok=True)
 
 
-def publish(url: str, folder: str, log: str, every_s: float, die: int = 0) -> None:
+def publish(url: str, folder: str, log: str, every_s: float, die: int = 0, where: str = "anywhere") -> None:
     channel = RedisWeightChannel(connect(url, deadline_s=20, what="the hub"), Keys(RUN))
     publisher = DurablePublisher(channel, Path(folder))
+    if die:
+        die_after(die, where, log)
     publisher.resume()
     say(log, event="publishing", policy=str(publisher.head))
-    if die:
-        die_after(die)
     while True:
         publisher.next()
         time.sleep(every_s)
