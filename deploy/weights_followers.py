@@ -72,6 +72,8 @@ def _json_of(f: Follower) -> dict[str, Any]:
             "version": s.policy or None,
             "served_since_ms": s.served_since_ms or None,
             "versions_behind": f.behind,
+            "following": s.following or None,
+            "own_weights": s.own_weights or None,
             "last_error": s.last_error or None,
             "bytes_fetched": s.fetched_bytes,
             "last_bytes_fetched": s.last_fetched_bytes,
@@ -95,8 +97,13 @@ def render(run: str, head: PolicyVersion | None, followers: list[Follower], *, n
         f"{'lease':<16} path"
     )
     lines += [_row(f, now) for f in followers]
-    errors = [f"{f.name}: {f.status.last_error}" for f in followers if f.status and f.status.last_error]
-    return "\n".join([*lines, *(["", "last errors", *errors] if errors else [])])
+    for heading, told in (
+        ("last errors", {f.name: f.status.last_error for f in followers if f.status}),
+        ("a copy of the weights of its own", {f.name: f.status.own_weights for f in followers if f.status}),
+    ):
+        if any(told.values()):
+            lines += ["", heading, *(f"{name}: {what}" for name, what in told.items() if what)]
+    return "\n".join(lines)
 
 
 def _row(f: Follower, now_ms: int) -> str:

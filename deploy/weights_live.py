@@ -55,6 +55,8 @@ def ask_producers(
             status = statuses.get(name)
             if status is None:
                 answers[name] = Answer(name, "", "", "it stopped reporting before it answered")
+            elif not status.policy:  # nothing to verify, so it will not answer
+                answers[name] = Answer(name, "", "", "", unknown=True)
             elif status.verified_token == token:
                 if status.verified_policy not in digests:
                     digests |= {str(entry.policy): entry.digest for entry in channel.index()}
@@ -69,8 +71,6 @@ def _judge(name: str, status: ProducerStatus, expected: str | None) -> Answer:
     policy, digest = status.verified_policy, status.verified_digest
     if status.verify_error:
         return Answer(name, policy, digest, status.verify_error)
-    if not policy:
-        return Answer(name, policy, digest, "", unknown=True)
     if expected is None:
         return Answer(name, policy, digest, "", unknown=True)
     if digest != expected:

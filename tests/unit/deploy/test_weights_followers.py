@@ -32,7 +32,7 @@ def runs(channel) -> MemoryRunBoard:
 
     report("a", "e2.v8", served_since_ms=NOW_MS - 5000, fetched_bytes=12_345_678, last_fetched_bytes=4321,
            last_path="e2.v8 delta", publish_to_serve_ms=87.4)  # fmt: skip
-    report("b", "e1.v4", last_error="chunk 0123 was altered")
+    report("b", "e1.v4", last_error="chunk 0123 was altered", own_weights="no shared memory here")
     report("c", "")
     channel.lease("b", PolicyVersion(1, 4), ttl_ms=60_000)
     channel.lease("silent", PolicyVersion(1, 2), ttl_ms=60_000)
@@ -52,7 +52,9 @@ def test_a_row_for_each_producer_and_each_lease(channel, runs):
     assert c.split()[:4] == ["c", "-", "-", "-"]
     assert "does not report" in silent
     assert "e1.v2, " in silent
-    assert render("r", head, followers).endswith("last errors\nb: chunk 0123 was altered")
+    assert render("r", head, followers).endswith(
+        "\n\nlast errors\nb: chunk 0123 was altered\n\na copy of the weights of its own\nb: no shared memory here"
+    )
 
 
 def test_behind_counts_numbers_in_one_epoch_though_retention_took_some(channel, runs):

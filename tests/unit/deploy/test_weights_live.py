@@ -19,8 +19,9 @@ class Fleet:
         self.board = MemoryRunBoard(clock_ms=lambda: self.now_s * 1000)
         self.answers: dict[str, dict | None] = {}
 
-    def report(self, name: str, **more) -> None:
-        self.board.report_producer(name, ProducerStatus(updated_ms=0, region="eu", pid=1, state="", policy="", **more))
+    def report(self, name: str, *, policy: str = "e2.v8", **more) -> None:
+        status = ProducerStatus(updated_ms=0, region="eu", pid=1, state="", policy=policy, **more)
+        self.board.report_producer(name, status)
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -54,7 +55,7 @@ def test_right_and_wrong_engines_are_told_apart(made):
         "c": served(made, PolicyVersion(2, 8), of=PolicyVersion(2, 7)),
         "d": {"verify_error": "the engine is in the middle of a swap"},
         "e": {"verified_policy": "e1.v99", "verified_digest": "0" * 32},
-        "f": {},
+        "f": {"verified_token": "", "policy": ""},
     }
     answers, late = fleet.ask(made)
     assert late == []
