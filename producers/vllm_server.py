@@ -22,13 +22,17 @@ SHOWN = 500  # characters of a server's own message
 class VllmServer:
     """One server, used by one thread."""
 
-    def __init__(self, url: str, *, deadline_s: float = DEADLINE_S) -> None:
-        """`url` such as http://127.0.0.1:8000; `deadline_s` for each call that is not given another."""
+    def __init__(
+        self, url: str, *, deadline_s: float = DEADLINE_S, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        """`url` such as http://127.0.0.1:8000; `deadline_s` for each call that is not given another; `transport`: in
+        place of connections, for tests."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is not an http:// or https:// URL of a vLLM server")
         self.url, self._deadline_s = url.rstrip("/"), deadline_s
         # The server closes idle connections after 5 s: one that is about to be closed is not used again.
-        self._client = httpx.Client(base_url=self.url, limits=httpx.Limits(keepalive_expiry=2.0), trust_env=False)
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        self._client = httpx.Client(base_url=self.url, limits=limits, trust_env=False, transport=transport)
 
     def weight_version(self) -> str:
         """What the server says it serves: "default" until a first update was finished."""

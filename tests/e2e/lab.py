@@ -45,13 +45,18 @@ class Lab:
 
     def publish(self, *, fraction: float = 0.02, dense: bool = False) -> SwapReport:
         """Swap in the next version, with about `fraction` of every tensor's elements changed to others of its values."""
+        changed = self.change(fraction=fraction)
+        return self._swap({name: None if dense else indices for name, indices in changed.items()})
+
+    def change(self, *, fraction: float) -> Changed:
+        """Only change the mirror; returns where."""
         changes = []
         for spec in self.mirror.layout.tensors:
             where = np.flatnonzero(self._rng.random(spec.numel) < fraction).astype(np.int64)
             bits = self.mirror.tensor_bits(spec.name)
             changes.append(TensorChange(spec.name, where, self._rng.permutation(bits)[: len(where)].copy()))
         self.mirror.apply(changes)
-        return self._swap({c.name: None if dense else c.indices for c in changes})
+        return {c.name: c.indices for c in changes}
 
     def _swap(self, changed: Changed) -> SwapReport:
         policy = PolicyVersion(1, next(self._versions))

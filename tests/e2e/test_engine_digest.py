@@ -174,6 +174,38 @@ def test_the_map_is_small_and_padding_stays_zero(lab: Lab) -> None:
     )
 
 
+def test_an_update_can_be_worked_out_beside_the_steps(lab: Lab) -> None:
+    lab.begin(32)
+    lab.submit(prompts(4, 16), max_tokens=60)
+    lab.run(2)
+    before = lab.engine.live_digest()
+    policy, changed = lab.engine.policy, lab.change(fraction=0.3)
+    following = PolicyVersion(2, 7)
+    for _ in range(200):
+        if lab.engine.prepare(lab.mirror, following, changed):
+            break
+        lab.run(1)
+    assert lab.engine.prepare(lab.mirror, following, changed), "still so"
+    assert (lab.engine.policy, lab.engine.live_digest()) == (policy, before), "nothing is written yet"
+    lab.engine.swap(lab.mirror, following, changed)
+    assert (lab.engine.policy, lab.engine.live_digest()) == (following, lab.mirror.digest())
+
+
+def test_a_prepared_update_gives_way_to_another_and_is_refused_as_a_swap_is(lab: Lab) -> None:
+    lab.begin(33)
+    report = lab.publish()
+    lab.engine.prepare(lab.mirror, PolicyVersion(2, 8), dict.fromkeys(lab.mirror.layout.by_name))
+    changed = lab.change(fraction=0.1)
+    lab.engine.swap(lab.mirror, PolicyVersion(2, 9), changed)
+    assert lab.engine.live_digest() == lab.mirror.digest()
+    bad: dict[str, np.ndarray | None] = {"model.norm.weight": np.array([64])}
+    with pytest.raises(DeltaError):
+        [lab.engine.prepare(lab.mirror, PolicyVersion(3, 0), bad) or lab.run(1) for _ in range(100)]
+    assert lab.engine.policy == PolicyVersion(2, 9) > report.policy
+    lab.publish()
+    assert lab.engine.live_digest() == lab.mirror.digest()
+
+
 def test_swap_reports_what_it_wrote(lab: Lab) -> None:
     lab.begin(28)
     name = "model.norm.weight"

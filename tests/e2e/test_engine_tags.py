@@ -10,7 +10,7 @@ import pytest
 
 from anabranch.producers.engine import Finished
 from anabranch.schemas.errors import AnabranchError, ConfigError
-from anabranch.schemas.versions import VersionSpan
+from anabranch.schemas.versions import PolicyVersion, VersionSpan
 from tests.e2e.conftest import MAX_SEQS
 from tests.e2e.lab import Lab, prompts
 from tests.tiny import EOS_ID, OTHER_EOS_ID
@@ -65,6 +65,30 @@ def test_kept_kv_matches_before_the_swap_and_is_the_mixed_cache_after_it(keep_la
         # Later tokens come from the tagged weights over the keys and values that older weights left: exactly those.
         assert keep_lab.judge(prompt, finished, keep_kv=True).max() < TOLERANCE
     assert drift > TOLERANCE, "weights this different must show in a fresh forward pass"
+
+
+def test_new_requests_only_swaps_when_no_request_runs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = lab.engine._config.model_copy(update={"kv_policy": "new_requests_only"})
+    monkeypatch.setattr(lab.engine, "_config", config)
+    first = lab.begin(12)
+    asked = prompts(4, 400, 12)
+    lab.submit(asked, max_tokens=10)
+    done = lab.run(3)
+    changed = lab.change(fraction=0.2)
+    following = PolicyVersion(first.policy.epoch, first.policy.version + 1)
+    with pytest.raises(AnabranchError, match=r"4 requests run under e1\.v\d+; finish them before the swap"):
+        lab.engine.swap(lab.mirror, following, changed)
+    assert lab.engine.policy == first.policy
+    done |= lab.run()
+    assert all([s.policy for s in f.spans] == [first.policy] for f in done.values())
+    for i, prompt in enumerate(asked):
+        assert lab.judge(prompt, done[f"r{i}"]).max() < TOLERANCE
+    report = lab._swap(changed)
+    lab.submit(asked, max_tokens=10, prefix="s")
+    done = lab.run()
+    for i, prompt in enumerate(asked):
+        assert [s.policy for s in done[f"s{i}"].spans] == [report.policy]
+        assert lab.judge(prompt, done[f"s{i}"]).max() < TOLERANCE, "no key of the old weights"
 
 
 def test_same_seeds_and_schedule_give_the_same_rollouts(lab: Lab) -> None:

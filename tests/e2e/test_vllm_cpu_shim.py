@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from anabranch.producers import vllm_cpu_shim
+from anabranch.producers import vllm_cpu_shim, vllm_plugin
 from anabranch.producers.mirror import Mirror
 from anabranch.schemas.errors import ConfigError, ModelMismatchError
 from tests.e2e.lab import Lab
@@ -51,6 +55,52 @@ def test_installing_twice_changes_nothing() -> None:
     before = utils.dispatch_cpu_unquantized_gemm
     vllm_cpu_shim.install()
     assert utils.dispatch_cpu_unquantized_gemm is before
+
+
+@pytest.mark.parametrize(
+    ("backend", "kept"), [("anabranch", True), ("nccl", False), ("no transfer", False), ("no configuration", False)]
+)
+def test_only_engines_of_our_backend_keep_their_weights(
+    backend: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = None if backend == "no transfer" else SimpleNamespace(backend=backend)
+    config = None if backend == "no configuration" else SimpleNamespace(weight_transfer_config=transfer)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    packed: list[object] = []
+    switch = vllm_cpu_shim._switch(lambda layer, remove_weight: packed.append(layer))
+    layer = torch.nn.Linear(2, 2)
+    switch(layer, True)
+    assert packed == ([] if kept else [layer])
+    assert (getattr(layer, "cpu_linear", None) is vllm_cpu_shim.LINEAR) is kept
+
+
+def test_the_plugin_can_be_registered_again_and_never_breaks_a_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    vllm_plugin.register()
+    made = WeightTransferEngineFactory._registry["anabranch"]()
+    assert made.__name__ == "AnabranchWeightTransferEngine"
+    monkeypatch.setattr("vllm.__version__", "0.33.1")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="vllm"):
+        vllm_plugin.register()
+    assert "no weight updates on the CPU: vLLM 0.33.1 is installed" in caplog.text
+
+
+def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
+    (found,) = [e for e in metadata.entry_points(group="vllm.general_plugins") if e.name == "anabranch"]
+    assert found.load() is vllm_plugin.register
+
+
+def test_loading_the_plugin_loads_nothing() -> None:
+    program = (
+        "import sys\nfrom anabranch.producers.vllm_plugin import register\n"
+        "print([m for m in ('torch', 'vllm', 'numpy', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_layer_that_computes_with_a_packed_copy_is_found(recompute_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
