@@ -106,18 +106,20 @@ class _Walk:
     def decode(self, wanted: Sequence[IndexEntry]) -> None:
         versions = sorted({entry.policy for entry in wanted} | {entry.base for entry in wanted if entry.base})
         lost: list[PolicyVersion] = []
+        starting: dict[PolicyVersion, list[IndexEntry]] = {policy: [] for policy in versions}
+        anchors_first = sorted(wanted, key=lambda e: e.base is not None)
+        for entry in anchors_first:
+            starting[entry.base or entry.policy].append(entry)
         for number, policy in enumerate(versions):
             following = versions[number + 1] if number + 1 < len(versions) else None
-            here = [e for e in wanted if e.policy == policy and e.base is None]
-            onward = [e for e in wanted if e.base == policy]
             if not self._go_to(policy):
                 lost.append(policy)
-                for entry in (*here, *onward):
+                for entry in starting[policy]:
                     if entry not in self._done and entry in self._left:
                         self.fetch_only(entry)
                         self._done.add(entry)
                 continue
-            for entry in sorted((*here, *onward), key=lambda e: e.policy == following):  # the step onward comes last
+            for entry in sorted(starting[policy], key=lambda e: e.policy == following):  # the step onward comes last
                 if entry not in self._done:
                     self._follow(entry, move=entry.policy == following)
         self._tell_lost(lost, {entry.policy for entry in wanted})
@@ -134,14 +136,14 @@ class _Walk:
 
     def _go_to(self, policy: PolicyVersion) -> bool:
         """Bring the image to `policy`, over anything that is not known to be broken. False if no way leads there."""
-        while True:
+        while self._at != policy:
             at = None if self._at is None or self._image is None else State(self._at, self._image.digest)
             path = cheapest_path(self._left, at, policy)
             if path is None:
                 return False
             if all(self._follow(entry, move=True) for entry in path):
                 self._at = policy  # also where the state is the same: a fork of the version at hand
-                return True
+        return True
 
     def _follow(self, entry: IndexEntry, *, move: bool) -> bool:
         """Check `entry` over the image, which is at its base (an anchor: anywhere), and take it there if `move`."""
