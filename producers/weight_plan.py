@@ -34,6 +34,10 @@ class Unusable(AnabranchError):
         self.broken = dict(broken)
 
 
+class AnotherState(ManifestError):
+    """The base of a manifest has another digest than the weights that the path leads to."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Manifests to apply in order. `same_state`: they are none, since the weights at hand are the head's already: this
@@ -70,18 +74,28 @@ class Planner:
             ModelMismatchError: there are no weights at hand, and those on the channel are of another layout.
             StreamUnavailableError: the channel cannot be reached.
         """
-        newer = [] if have is None else self._usable(have.policy, broken)
-        path = cheapest_path(newer, have, head)
-        entries = newer
-        if path is None:
-            entries = self._usable(None, broken)
-            path = cheapest_path(entries, have, head)
-        if path is None:
+        if have is not None:  # what is newer is most of the time enough, and a small part of the index
+            try:
+                found = self._plan(self._usable(have.policy, broken), have, head)
+            except Unusable as error:
+                if not any(isinstance(e, AnotherState) for e in error.broken.values()):
+                    raise
+                found = None  # the channel's version of that number is another one: the whole index tells
+            if found is not None:
+                return found
+        found = self._plan(self._usable(None, broken), have, head)
+        if found is None:
             start = f"from {have.policy} ({have.digest})" if have else "from nothing"
             around = f" around what is broken: {Unusable(broken)}" if broken else ""
             raise ManifestError(f"no path to weights {head} {start} on the channel{around}")
+        return found
+
+    def _plan(self, entries: Sequence[IndexEntry], have: State | None, head: PolicyVersion) -> Plan | None:
+        path = cheapest_path(entries, have, head)
+        if path is None:
+            return None
         if path:
-            return Plan(tuple(self._read(path, have)))
+            return Plan(tuple(self._read(path, have, holds_nothing=have is None)))
         assert have is not None
         return Plan((), self._same_state(entries, have, head))
 
@@ -91,12 +105,12 @@ class Planner:
     def _same_state(self, entries: Sequence[IndexEntry], have: State, head: PolicyVersion) -> Manifest:
         """A manifest that says that the head has the digest of the weights at hand: the index alone is not believed."""
         named = min((e for e in entries if e.policy == head), key=lambda e: (e.label != "fork", e.payload_bytes))
-        manifest = self._read([named], None)[0]
+        manifest = self._read([named], None, holds_nothing=False)[0]
         if manifest.result_digest != have.digest:
             raise Unusable({(head, named.label): ManifestError(f"its digest is {manifest.result_digest}")})
         return manifest
 
-    def _read(self, path: Sequence[IndexEntry], have: State | None) -> list[Manifest]:
+    def _read(self, path: Sequence[IndexEntry], have: State | None, *, holds_nothing: bool) -> list[Manifest]:
         refused: dict[Named, Exception] = {}
         good: list[Manifest] = []
         for entry, manifest in zip(path, self._manifests(path), strict=True):
@@ -107,7 +121,7 @@ class Planner:
                     raise ManifestError(
                         "it is in the index, but not on the channel (dropped meanwhile, or not there yet)"
                     )
-                self._check(entry, manifest, first=have is None)
+                self._check(entry, manifest, holds_nothing=holds_nothing)
             except ManifestError as error:
                 refused[entry.policy, entry.label] = error
                 continue
@@ -117,7 +131,7 @@ class Planner:
         digest = have.digest if have is not None else None
         for manifest in good:
             if manifest.base is not None and digest is not None and manifest.base.digest != digest:
-                why = ManifestError(f"it goes on from digest {manifest.base.digest}, the path gives {digest}")
+                why = AnotherState(f"it goes on from digest {manifest.base.digest}, the path gives {digest}")
                 raise Unusable({(manifest.policy, manifest.label): why})
             digest = manifest.result_digest
         return good
@@ -135,7 +149,7 @@ class Planner:
         except ManifestError as error:
             return error
 
-    def _check(self, entry: IndexEntry, manifest: Manifest, *, first: bool) -> None:
+    def _check(self, entry: IndexEntry, manifest: Manifest, *, holds_nothing: bool) -> None:
         if self._verify is not None:
             self._verify(manifest)
         if manifest.run != self._run:
@@ -145,7 +159,7 @@ class Planner:
                 f"weights {manifest.policy} on the channel have layout {manifest.layout_hash}, the model at model.path has "
                 f"{self._layout.hash}: point model.path at the checkpoint that the learner started from"
             )
-            raise ModelMismatchError(what) if first else ManifestError(what)
+            raise ModelMismatchError(what) if holds_nothing else ManifestError(what)
         if manifest.codec != CODEC:
             raise ManifestError(f"it uses codec {manifest.codec!r}; this program reads {CODEC!r}")
         if IndexEntry.of(manifest) != entry:

@@ -353,6 +353,24 @@ def test_a_mistake_in_the_thread_ends_the_process_and_not_only_the_thread(opened
         link.want(1, V0)
 
 
+def test_a_request_to_verify_arrives_and_the_last_word_is_how_it_ended(opened) -> None:
+    lab = Lab()
+    words = iter(["sampling", "draining"])
+    last = ["sampling"]
+
+    def told() -> ProducerStatus:
+        last[0] = next(words, "done")
+        return status().model_copy(update={"state": last[0]})
+
+    link = HubLink(lab.permits, lab.runs, lab.evaluations, producer="p", lease_ms=LEASE_MS, poll_ms=1, status=told)
+    opened.append(link)
+    token = lab.runs.request_verification()
+    link.start()
+    eventually(lambda: link.verification == token)
+    link.close()
+    assert lab.runs.producers()["p"].state == last[0] != "sampling"
+
+
 @pytest.mark.process
 def test_a_hub_that_goes_away_and_comes_back(tmp_path: Path, keys: Keys, opened) -> None:
     """Over a real server: the groups in hand stay ours, the error is shown without the password, and work goes on."""
