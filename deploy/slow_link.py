@@ -139,6 +139,17 @@ class SlowLink:
                 except OSError as error:
                     raise AnabranchError(f"{name}={value} is refused by this kernel: {error.strerror}") from error
 
+    def set_congestion_control(self, name: str) -> None:
+        """For connections made from now on, by the routes of the link: the kernel's default is not for a namespace to set.
+
+        Raises AnabranchError: the kernel does not have it.
+        """
+        ends: tuple[tuple[Side, Side], ...] = (("a", "b"), ("b", "a"))
+        for side, peer in ends:
+            namespace = self.namespaces[side]
+            device = json.loads(_ip("-n", namespace, "-j", "route", "get", ADDRESS[peer]))[0]["dev"]
+            _ip("-n", namespace, "route", "replace", ADDRESS[peer], "dev", device, "congctl", name)
+
     def received_bytes(self, side: Side) -> int:
         """Bytes, IP headers included, that have come out of the link on that side."""
         links = json.loads(_ip("-n", self.namespaces[side], "-s", "-j", "link", "show"))
