@@ -11,6 +11,7 @@ elements from `start`, bits alone. Form 4 or 8: uint32 or int64 indices [count],
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ from anabranch.producers.mirror_memory import LOG_SLOTS, PAGE, MirrorMemory
 from anabranch.schemas.layout import Layout
 
 RANGE = 0
+WHOLE_SHARE = 16  # of places of a tensor, from which putting records together costs more than copying it whole
 
 Changed = dict[str, NDArray[np.int64] | None]  # tensor -> ascending flat indices, or None for all of it
 
@@ -94,7 +96,21 @@ class ChangeLog:
                     touched[change.name] = None
                 elif before is not None:
                     before.append(change.indices)
-        return {name: None if pieces is None else _union(pieces) for name, pieces in touched.items()}
+        return {name: None if pieces is None else self._union(name, pieces) for name, pieces in touched.items()}
+
+    def _union(self, name: str, pieces: list[NDArray[np.int64]]) -> NDArray[np.int64] | None:
+        """Ascending, each once; None where whole is cheaper. Pieces of one record do not overlap, so most of the time they
+        only need to be put in order."""
+        pieces = sorted((p for p in pieces if p.size), key=lambda p: int(p[0]))
+        if len(pieces) < 2:
+            return pieces[0] if pieces else np.empty(0, np.int64)
+        together = np.concatenate(pieces)
+        if all(int(a[-1]) < int(b[0]) for a, b in itertools.pairwise(pieces)):
+            return together
+        if together.size * WHOLE_SHARE > self._layout.by_name[name].numel:
+            return None
+        together.sort(kind="stable")  # which merges runs that are in order already
+        return together[np.append(True, together[1:] != together[:-1])]
 
     def trim(self) -> None:
         """Drop the oldest records until the rest fit the budget, and give their memory back."""
@@ -151,14 +167,3 @@ class ChangeLog:
     @staticmethod
     def _indices(record: NDArray[np.uint8], form: int, count: int, at: int) -> NDArray[np.int64]:
         return record[at : at + form * count].view(np.uint32 if form == 4 else np.int64).astype(np.int64)
-
-
-def _union(pieces: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Ascending, each once. Pieces of one record do not overlap, so most of the time they only need to be put in order."""
-    pieces = sorted((p for p in pieces if p.size), key=lambda p: int(p[0]))
-    if not pieces:
-        return np.empty(0, np.int64)
-    ends = [int(p[-1]) for p in pieces]
-    if all(end < int(p[0]) for end, p in zip(ends, pieces[1:], strict=False)):
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return np.unique(np.concatenate(pieces))
