@@ -13,7 +13,7 @@ from anabranch.cli.common import HelpFormatter, add_config_arguments, config_fro
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="measure: swap pause, publish-to-serve, wait share, tokens/s, bytes per update, the weight codec",
+        help="measure: swap pause, publish-to-serve, wait share, tokens/s, bytes per update, the weight codec, a WAN",
         description="Each benchmark prints what it measured as a table, or with --json as JSON.",
         epilog="examples:\n  anabranch bench loop --steps 30\n  anabranch bench engine --set model.path=MODEL --json\n"
         "  anabranch bench codec --pair PREFIX --peers\n  anabranch bench all\n",
@@ -29,6 +29,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="examples:\n  anabranch bench engine\n  anabranch bench engine --set model.path=MODEL --density 0.01\n",
     )  # fmt: skip
     _add_codec(kinds)
+    _add_link(kinds)
     everything = kinds.add_parser(
         "all", help="loop and engine, on the tiny model", formatter_class=HelpFormatter,
         epilog="examples:\n  anabranch bench all\n  anabranch bench all --json > figures.json\n",
@@ -83,6 +84,63 @@ def _add_codec(kinds: Any) -> None:
     )  # fmt: skip
     codec.add_argument("--json", action="store_true", help="a list with one object per format and thread count")
     codec.set_defaults(run=run_codec)
+
+
+def _add_link(kinds: Any) -> None:
+    link = kinds.add_parser(
+        "link", help="publish to a verified mirror over a slow link, by replica or from the hub (root)",
+        formatter_class=HelpFormatter,
+        description="Makes two network namespaces of this machine with a slow link between them, a hub on one side, a\n"
+        "replica and a follower on the other, and times updates of real sizes from the beginning of\n"
+        "publishing to the offer of a verified mirror. Needs root, iproute2, and a program that makes the\n"
+        "link: PROGRAM NS_A IP_A NS_B IP_B --delay-ms D --rate-mbit R --loss P --queue-ms Q --seconds S,\n"
+        "which prints \"link up\" when it carries packets.",
+        epilog="examples:\n  anabranch bench link --program tunlink.py\n"
+        "  anabranch bench link --program tunlink.py --model tiny --route replica --rtt-ms 80 --json\n",
+    )  # fmt: skip
+    link.add_argument("--program", type=Path, required=True, metavar="FILE", help="makes the link (a Python program)")
+    link.add_argument(
+        "--model", action="append", choices=["tiny", "135m-lr1e-6", "135m-lr1e-5"], metavar="NAME",
+        help="size of the updates: tiny, 135m-lr1e-6, 135m-lr1e-5 (default: each in turn; 2 GB of memory)",
+    )  # fmt: skip
+    link.add_argument(
+        "--route", action="append", choices=["replica", "hub"], metavar="NAME", help="replica or hub (default: both)"
+    )
+    link.add_argument("--rtt-ms", type=float, default=150.0, metavar="MS", help="round trip (default 150)")
+    link.add_argument("--rate-mbit", type=float, default=100.0, metavar="MBIT", help="both ways (default 100)")
+    link.add_argument("--updates", type=_at_least_one, default=5, metavar="N", help="timed, of each (default 5)")
+    link.add_argument(
+        "--pause-s",
+        type=float,
+        default=4.0,
+        metavar="S",
+        help="between updates, so that the link goes idle (default 4)",
+    )
+    link.add_argument("--json", action="store_true", help="a list with one object per model, route and TCP setting")
+    link.set_defaults(run=run_link)
+
+
+def run_link(args: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from anabranch.deploy.bench_link import MODELS, ROUTES, as_json, bench_link, table
+
+    rows = []
+    try:
+        for row in bench_link(
+            args.program, models=args.model or tuple(MODELS), routes=args.route or ROUTES, rtt_ms=args.rtt_ms,
+            rate_mbit=args.rate_mbit, updates=args.updates, pause_s=args.pause_s, tell=_tell,
+        ):  # fmt: skip
+            rows.append(row)
+    finally:
+        _tell("")
+    if args.json:
+        print(json.dumps([as_json(row) for row in rows], indent=2))
+    else:
+        Console(highlight=False).print(table(rows))
+    return 0
 
 
 def run_codec(args: argparse.Namespace) -> int:
