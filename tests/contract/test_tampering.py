@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from anabranch.schemas.envelope import Envelope
+from anabranch.schemas.errors import ManifestError
 from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
 from anabranch.transport.redis_stream import RedisStream
+from anabranch.transport.redis_weight_channel import RedisWeightChannel
+from anabranch.transport.signing import Verifier
+from tests.contract.weight_worlds import LAYOUT, chain, describe, publish, shown, v
 
 GROUP = "learner"
 
@@ -80,3 +86,100 @@ def test_a_flushed_server_is_an_empty_stream(stream, client, keys):
     assert stream.trim() == 0
     assert stream.append(Envelope("p", 0, 0, b"x")), "it comes again from the producer"
     assert stream.ledger(GROUP).balanced
+
+
+@pytest.fixture
+def weights(client, keys) -> RedisWeightChannel:
+    made = RedisWeightChannel(client, keys)
+    chain(made, keys.run, 4)
+    return made
+
+
+def read_back(weights: RedisWeightChannel) -> object:
+    return weights.manifests([(v(2), "delta"), (v(3), "delta")])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "not a weight manifest"),
+        (b"\xff" * 100, "not a weight manifest"),
+        (b"[" * 100_000, "not a weight manifest"),
+        (b'{"format":"anabranch.manifest/2"}', "not a weight manifest"),
+    ],
+)
+def test_a_forged_manifest_is_refused(weights, client, keys, text, message):
+    client.set(keys.manifest(1, 3, "delta"), text)
+    with pytest.raises(ManifestError, match=message):
+        read_back(weights)
+
+
+@pytest.mark.parametrize("cut", [1, 100, 300])
+def test_a_truncated_manifest_is_refused(weights, client, keys, cut):
+    key = keys.manifest(1, 3, "delta")
+    client.set(key, client.get(key)[:-cut])
+    with pytest.raises(ManifestError, match="not a weight manifest"):
+        read_back(weights)
+
+
+def test_a_manifest_in_anothers_place_is_refused(weights, client, keys):
+    client.copy(keys.manifest(1, 2, "delta"), keys.manifest(1, 3, "delta"), replace=True)
+    with pytest.raises(ManifestError, match=r"stored as delta e1\.v3 of run .* is delta e1\.v2"):
+        read_back(weights)
+
+
+def test_a_manifest_of_another_run_is_refused(weights, client, keys):
+    key = keys.manifest(1, 3, "delta")
+    client.set(key, json.dumps({**json.loads(client.get(key)), "run": "other"}))
+    with pytest.raises(ManifestError, match="of run 'other': it was put there by somebody else"):
+        read_back(weights)
+
+
+def test_a_manifest_injected_by_who_holds_the_redis_has_no_signature(weights, client, keys):
+    """All of it fits together: only the signature tells."""
+    publish(weights, keys.run, "delta", 5, payloads=(b"injected weights",))
+    (manifest,) = weights.manifests([(v(5), "delta")])
+    with pytest.raises(ManifestError, match="it is not signed"):
+        Verifier(["48075a597e721a156e2e0799de5cc0c5324dc6e7eaf1cdd46250868ec53215dd"]).check(manifest)
+
+
+@pytest.mark.parametrize("text", ["", "x", '{"epoch": 1}', '{"epoch": "a", "version": 1}', "[1, 2]", "null"])
+def test_a_head_that_is_not_readable_is_refused(weights, client, keys, text):
+    client.set(keys.head, text)
+    with pytest.raises(ManifestError, match=r"the head of run .* is not readable"):
+        weights.head()
+
+
+@pytest.mark.parametrize("member", ["", "nonsense", "1:3:delta:1:2:x:1:00", b"\xff\xfe"])
+def test_a_foreign_entry_of_the_index_is_refused(weights, client, keys, member):
+    client.zadd(keys.weight_index, {member: 2**32 + 3})
+    with pytest.raises(ManifestError, match="not an entry of the weight index"):
+        weights.index()
+
+
+def test_an_altered_layout_is_refused(weights, client, keys):
+    client.set(keys.layout(LAYOUT.hash), client.get(keys.layout(LAYOUT.hash)).replace(b"[4,8]", b"[8,4]"))
+    with pytest.raises(ManifestError, match=r"has hash .*: it was altered|not a layout"):
+        weights.layout(LAYOUT.hash)
+
+
+def test_a_manifest_that_is_gone_leaves_the_rest(weights, client, keys):
+    """Its entry leads to nothing: a follower sees None, and the entry can be dropped."""
+    client.delete(keys.manifest(1, 2, "delta"))
+    assert read_back(weights)[0] is None
+    assert read_back(weights)[1] is not None
+    publish(weights, keys.run, "anchor", 5)
+    assert "e1.v2 delta" in shown(weights.drop(weights.index()))
+
+
+def test_a_flushed_hub_is_an_empty_channel_and_a_learner_can_begin_anew(weights, client, keys):
+    following = describe(weights, keys.run, "delta", 5)
+    for key in client.keys(f"ab:{keys.run}:*"):
+        client.delete(key)
+    assert weights.head() is None
+    assert weights.index() == []
+    with pytest.raises(ManifestError, match=r"its base e1\.v4 is not on the channel"):
+        weights.commit(following)
+    epoch = weights.open_epoch(above=1)
+    publish(weights, keys.run, "anchor", 4, epoch=epoch)
+    assert weights.head() == v(4, epoch)
