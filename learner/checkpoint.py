@@ -101,11 +101,11 @@ class CheckpointStore:
                 missing or damaged. An older one is not taken instead: entries that went into the newer one are
                 acknowledged and would be lost without a word.
         """
-        complete = self._complete()
+        complete = complete_checkpoints(self._directory)
         if not complete:
             return None
         place = complete[-1]
-        marker = self._marker(place)
+        marker = read_marker(place)
         if marker.run != self._run:
             raise CheckpointError(f"{place} belongs to run {marker.run!r}, not {self._run!r}")
         if marker.layout_hash != self._layout_hash:
@@ -150,26 +150,54 @@ class CheckpointStore:
         names = [f"step-{step:08d}", *(f"step-{step:08d}.{k}" for k in range(1, 1000))]
         return next(self._directory / name for name in names if not (self._directory / name).exists())
 
-    def _places(self) -> list[Path]:
-        """Everything that has a checkpoint's name, oldest first."""
-        found = [(match, p) for p in self._directory.glob("step-*") if (match := _NAME.match(p.name))]
-        return [p for _, p in sorted(found, key=lambda x: (int(x[0][1]), int(x[0][2] or 0)))]
-
-    def _complete(self) -> list[Path]:
-        return [p for p in self._places() if (p / MARKER).is_file()]
-
-    def _marker(self, place: Path) -> Marker:
-        try:
-            return Marker.model_validate_json((place / MARKER).read_bytes())
-        except ValidationError as error:
-            raise CheckpointError(f"{place / MARKER} is not a checkpoint marker this version reads") from error
-
     def _retire(self) -> None:
-        kept = set(self._complete()[-self._keep :])
-        for place in self._places():
+        kept = set(complete_checkpoints(self._directory)[-self._keep :])
+        for place in _places(self._directory):
             if place not in kept:
                 (place / MARKER).unlink(missing_ok=True)  # first, so that half a checkpoint is never a complete one
                 shutil.rmtree(place)
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Folders of the complete checkpoints in `directory`, oldest first."""
+    return [p for p in _places(directory) if (p / MARKER).is_file()]
+
+
+def read_marker(place: Path) -> Marker:
+    """Raises CheckpointError if the marker of the checkpoint `place` cannot be read."""
+    try:
+        return Marker.model_validate_json((place / MARKER).read_bytes())
+    except ValidationError as error:
+        raise CheckpointError(f"{place / MARKER} is not a checkpoint marker this version reads") from error
+
+
+def give_up_above(directory: Path, step: int) -> list[tuple[Path, Path]]:
+    """Rename the complete checkpoints of later steps than `step`, so that the learner resumes from an older one; returns
+    (checkpoint, what it is now). Call it while no learner runs.
+
+    The entries that went into them are acknowledged; the learner has those group indices sampled again.
+
+    Raises:
+        CheckpointError: none would be left. Nothing is renamed.
+    """
+    complete = complete_checkpoints(directory)
+    later = [p for p in complete if read_marker(p).step > step]
+    if len(later) == len(complete):
+        raise CheckpointError(f"{directory} has no complete checkpoint at or below step {step}")
+    moved = []
+    for place in reversed(later):  # newest first: killed in between, the learner still finds what it would have found
+        names = (place.with_name(f"given-up-{place.name}.{k}") for k in range(1000))
+        aside = next(name for name in names if not name.exists())
+        os.rename(place, aside)
+        moved.append((place, aside))
+    sync_directory(directory)
+    return moved
+
+
+def _places(directory: Path) -> list[Path]:
+    """Everything that has a checkpoint's name, oldest first."""
+    found = [(match, p) for p in directory.glob("step-*") if (match := _NAME.match(p.name))]
+    return [p for _, p in sorted(found, key=lambda x: (int(x[0][1]), int(x[0][2] or 0)))]
 
 
 def _files(directory: Path) -> list[Path]:

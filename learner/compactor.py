@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import structlog
+
 from anabranch.kernels.delta_codec import encode_job
 from anabranch.learner.uploads import Uploads
 from anabranch.learner.version_history import Job, VersionGoneError, VersionHistory
@@ -97,9 +99,13 @@ class Compactor:
         running = self._running
         try:
             return self._continue(running)
-        except (VersionGoneError, TemporaryError) as error:  # memory, or the blob store: the steps go on without it
+        except VersionGoneError as error:
             self._end(running.task, declined=str(error))
-            return 0.0
+        except TemporaryError as error:  # the blob store: the steps go on without it, or fail by themselves
+            name = f"{running.task.label} of version {running.task.version}"
+            structlog.get_logger().warning("left out, the blob store does not take it", what=name, error=str(error))
+            self._end(running.task, declined=str(error))
+        return 0.0
 
     def _continue(self, running: _Running) -> float:
         if sum(not future.done() for future in running.uploads) >= IN_FLIGHT:

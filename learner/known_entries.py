@@ -26,6 +26,7 @@ class KnownEntries:
     def __init__(self, entries: Iterable[IndexEntry], *, reach: int) -> None:
         self._entries = list(entries)
         self._reach = reach
+        self._limit = _SHORTEN_FROM * reach + 1000
         self._spent: float = math.inf  # at least what the cheapest path costs after its anchor; inf: not known
         self._anchor_bytes = 0
 
@@ -37,8 +38,9 @@ class KnownEntries:
             self._entries = [e for e in self._entries if e.policy >= floor]
         elif entry.label == "delta":
             self._spent += entry.payload_bytes
-        if len(self._entries) > _SHORTEN_FROM * self._reach + 1000:
+        if len(self._entries) > self._limit:
             self._shorten()
+            self._limit = max(self._limit, 2 * len(self._entries))
 
     def _shorten(self) -> None:
         """Of what lies far behind keep the way that leads here: no skip is long enough to make another one cheaper."""

@@ -26,6 +26,7 @@ from anabranch.learner.shares import ShareImage
 from anabranch.learner.uploads import Uploads
 from anabranch.learner.version_history import Change, Job, VersionHistory
 from anabranch.schemas.config import ChannelSection
+from anabranch.schemas.errors import AnabranchError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Base, Chunk, Manifest
 from anabranch.schemas.versions import PolicyVersion
@@ -75,8 +76,8 @@ class SharePublishing:
         self._signer, self._threads, self._stopping = signer, threads, stopping
         self._jobs: list[Job] = plan_jobs(share.layout, pieces=share.pieces)
         self._uploads, self._background_uploads = (
-            Uploads(hub.channel.blobs, n, deadline_s=config.connect_deadline_s, stopping=stopping)
-            for n in (UPLOAD_THREADS, 1)
+            Uploads(hub.channel.blobs, n, deadline_s=config.connect_deadline_s, stopping=stopping, name=name)
+            for n, name in ((UPLOAD_THREADS, "upload"), (1, "background upload"))
         )
         self._image = share.image()
         self._commits: Commits | None = None
@@ -208,6 +209,8 @@ class SharePublishing:
         deadline_s = PATIENCE * self._config.connect_deadline_s
 
         def read() -> str | None:
+            if self._stopping.is_set():
+                raise AnabranchError("closed before the epoch began")
             return self._hub.channel.shares(policy, DECISION).get(0)
 
         text = wait_until(

@@ -20,10 +20,12 @@ class Uploads:
     stopping: set when nobody wants the chunks any more: no further attempts then.
     """
 
-    def __init__(self, blobs: BlobStore, threads: int, *, deadline_s: float, stopping: threading.Event) -> None:
+    def __init__(
+        self, blobs: BlobStore, threads: int, *, deadline_s: float, stopping: threading.Event, name: str = "upload"
+    ) -> None:
         self._blobs, self._deadline_s, self._stopping = blobs, deadline_s, stopping
         self._at_once = 2 * threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="upload")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def put(self, payload: bytes) -> Future[Chunk]:
         """Its result raises DeadlineError when the store could not be reached, or was full, for that long."""

@@ -93,11 +93,13 @@ class WeightPublisher:
         self._wait(lambda: self._worker.is_free, "the weights handed over to be published")
         return self.published
 
-    def drain(self) -> None:
+    def drain(self, *, deadline_s: float = 600.0) -> None:
         """`flush`, and the skips, anchors and retention that are due."""
         tidy = self._housekeeper
         self._wait(
-            lambda: self._worker.is_quiet and (tidy is None or tidy.is_quiet), "skip deltas, anchors and retention"
+            lambda: self._worker.is_quiet and (tidy is None or tidy.is_quiet),
+            "skip deltas, anchors and retention",
+            deadline_s=deadline_s,
         )
 
     def close(self) -> None:
@@ -112,8 +114,8 @@ class WeightPublisher:
         """Processor time of the publishing thread; `channel.codec_threads` − 1 more help it."""
         return self._worker.cpu_s
 
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
-        deadline_s = LONGEST * self._config.connect_deadline_s
+    def _wait(self, done: Callable[[], bool], what: str, *, deadline_s: float | None = None) -> None:
+        deadline_s = LONGEST * self._config.connect_deadline_s if deadline_s is None else deadline_s
         self._worker.wait(done, deadline_s=deadline_s, what=what, heartbeat=lambda: self.waiting(what))
 
     def _take_snapshot(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.learner.checkpoint import MARKER, CheckpointStore
+from anabranch.learner.checkpoint import MARKER, CheckpointStore, give_up_above
 from anabranch.learner.weights import tensor_bits
 from anabranch.schemas.errors import CheckpointError
 from anabranch.schemas.layout import Layout
@@ -224,3 +224,26 @@ def test_export_writes_a_folder_that_loads_and_replaces_the_one_before(engine, t
     weights = lm.state_dict()
     for name, bits in made.state_bits().items():
         assert np.array_equal(tensor_bits(weights[name].contiguous()), bits)
+
+
+def test_later_checkpoints_can_be_given_up_and_an_older_one_is_resumed(tmp_path: Path):
+    directory = tmp_path / "check points"
+    for step in (10, 20, 30):
+        store(tmp_path, keep=3).save(Counter(step), {"at": step})
+    moved = give_up_above(directory, 15)
+    assert [(a.name, b.name) for a, b in moved] == [
+        ("step-00000030", "given-up-step-00000030.0"),
+        ("step-00000020", "given-up-step-00000020.0"),
+    ]
+    engine = Counter()
+    assert store(tmp_path).load_newest(engine) == {"at": 10}
+    store(tmp_path, keep=1).save(Counter(20), {"at": "again"})
+    assert names(tmp_path) == ["given-up-step-00000020.0", "given-up-step-00000030.0", "step-00000020"]
+    assert give_up_above(directory, 20) == []
+
+
+def test_not_all_checkpoints_can_be_given_up(tmp_path: Path):
+    store(tmp_path).save(Counter(10), {})
+    with pytest.raises(CheckpointError, match="no complete checkpoint at or below step 9"):
+        give_up_above(tmp_path / "check points", 9)
+    assert names(tmp_path) == ["step-00000010"]
