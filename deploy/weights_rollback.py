@@ -67,7 +67,8 @@ def describe(plan: Plan) -> str:
         f"{plan.target} becomes the head, in a new epoch. Nothing is deleted; followers that serve {plan.head} fetch "
         f"{plan.cost_bytes:,} bytes.",
         "A learner that resumes goes on from its own newest checkpoint and publishes it in a further epoch, which ends",
-        f"the rollback. To train on from here, start it with --set learner.resume_at_most_step={plan.learner_step}.",
+        "the rollback. To train on from here, run on its node, before it starts:",
+        f"    anabranch checkpoints --give-up-above {plan.learner_step}",
     ]
     if plan.learner:
         lines.append(f"A learner works on this run ({plan.learner}): it ends with exit 78 at its next commit.")

@@ -29,6 +29,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="examples:\n  anabranch bench engine\n  anabranch bench engine --set model.path=MODEL --density 0.01\n",
     )  # fmt: skip
     _add_codec(kinds)
+    _add_swap(kinds)
     _add_link(kinds)
     everything = kinds.add_parser(
         "all", help="loop and engine, on the tiny model", formatter_class=HelpFormatter,
@@ -143,6 +144,26 @@ def run_link(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_swap(kinds: Any) -> None:
+    swap = kinds.add_parser(
+        "swap", help="what weight updates cost a decoding engine: the pause of a swap, throughput lost",
+        formatter_class=HelpFormatter,
+        description="Updates go the whole way of a producer (fetch, verify, decode, work out, swap), over a channel in memory.\n"
+        "First the pause of each of N swaps beside the decode steps of the same run; then tokens/s of windows with\n"
+        "an update every few seconds beside windows without, in turn.",
+        epilog="examples:\n  anabranch bench swap\n  anabranch bench swap --preset smollm2 --pairs 6 --json\n",
+    )  # fmt: skip
+    swap.add_argument("--preset", default="tiny", choices=["tiny", "smollm2"], help="default tiny")
+    swap.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the engine; default that of the preset")
+    swap.add_argument("--swaps", type=_at_least_one, default=20, metavar="N", help="swaps to time (default 20)")
+    swap.add_argument("--density", type=float, default=0.01, metavar="F", help="share of elements (default 0.01)")
+    swap.add_argument("--pairs", type=int, default=4, metavar="N", help="pairs of windows (default 4)")
+    swap.add_argument("--window-s", type=float, default=20.0, metavar="S", help="length of a window (default 20)")
+    swap.add_argument("--every-s", type=float, default=5.0, metavar="S", help="time between updates (default 5)")
+    swap.add_argument("--json", action="store_true", help="one JSON object")
+    swap.set_defaults(run=run)
+
+
 def run_codec(args: argparse.Namespace) -> int:
     import json
 
@@ -217,6 +238,8 @@ def run(args: argparse.Namespace) -> int:
         figures["loop"] = bench_loop(preset=args.preset, steps=args.steps)
     if args.kind in ("engine", "all"):
         figures["engine"] = _engine(args)
+    if args.kind == "swap":
+        figures["swap"] = _swap(args)
     if args.json:
         print(json.dumps(figures, indent=2))
     else:
@@ -236,6 +259,21 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
         if config.model.path == Path("model"):
             config = preset_config("tiny")
     return bench_engine(config.model.path, config.producer, config.sampling, swaps=args.swaps, density=args.density)
+
+
+def _swap(args: argparse.Namespace) -> dict[str, Any]:
+    from anabranch.deploy.bench_loop import preset_config
+    from anabranch.producers.bench_swap import bench_swap
+
+    config = preset_config(args.preset)
+    producer = config.producer.model_copy(update={"dtype": args.dtype} if args.dtype else {})
+    try:
+        return bench_swap(
+            config.model.path, producer, config.sampling, swaps=args.swaps, density=args.density, pairs=max(0, args.pairs),
+            window_s=args.window_s, every_s=args.every_s, tell=_tell,
+        )  # fmt: skip
+    finally:
+        _tell("")
 
 
 def _show(value: object) -> str:

@@ -18,7 +18,7 @@ from anabranch.cli.common import HelpFormatter
 
 # command modules, in the order of --help; each has add_parser(subparsers), whose parser sets `run`
 COMMANDS = (
-    "demo", "learn", "produce", "follow", "record", "model", "config", "ledger", "weights", "delta", "report", "bench",
+    "demo", "learn", "produce", "follow", "record", "model", "config", "ledger", "weights", "checkpoints", "delta", "report", "bench",
 )  # fmt: skip
 
 EPILOG = """\

@@ -153,7 +153,7 @@ def _add_rollback(kinds: Any) -> None:
         "Opens an epoch whose first version is V: a manifest without bytes, signed if channel.signing_key_file is set. All\n"
         "followers move there as to any version. Nothing is deleted.\n\n"
         "A learner that resumes later goes on from its own newest checkpoint and publishes that in a further epoch. To train\n"
-        "on from V, start it with learner.resume_at_most_step set to V's step; the command says which.",
+        "on from V, give up its later checkpoints first (`anabranch checkpoints`); the command says which.",
     )  # fmt: skip
     parser.add_argument("version", metavar="V", help="e1.v42, or 42 (of the head's epoch)")
     add_config_arguments(parser)

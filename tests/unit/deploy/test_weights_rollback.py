@@ -57,7 +57,7 @@ def test_the_learner_of_before_is_fenced_and_the_next_one_goes_on(made, runs):
 def test_it_says_what_will_happen(made, runs):
     text = describe(plan_rollback(made.channel, runs, "r", "e1.v3"))
     assert "e1.v3 becomes the head, in a new epoch" in text
-    assert "learner.resume_at_most_step=3" in text
+    assert "anabranch checkpoints --give-up-above 3" in text
     assert "publishes it in a further epoch" in text
 
 
