@@ -252,7 +252,8 @@ def test_every_redis_key_and_script_is_listed() -> None:
     keys = Keys("NAME")
     plain = {str(getattr(keys, p)) for p, v in vars(Keys).items() if isinstance(v, property) and p != "manifest_prefix"}
     made = {
-        keys.manifest("E", "V", "KIND"), keys.layout("HASH"), keys.blob("DIGEST"), keys.evaluation_results("E", "V"),
+        keys.manifest("E", "V", "LABEL"), keys.share("E", "V", "LABEL"), keys.layout("HASH"), keys.blob("DIGEST"),
+        keys.cached_blob("DIGEST"), keys.cache_fetch("DIGEST"), keys.evaluation_results("E", "V"),
     }  # type: ignore[arg-type]  # fmt: skip
     assert plain | made == {cell for cell in first_cells("redis-keys.md") if cell.startswith("ab:")}
     text = (ROOT / "docs/redis-keys.md").read_text("utf-8")
