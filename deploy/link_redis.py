@@ -57,16 +57,9 @@ def start_redis(
     """
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "server.log"
-    binding = [
-        "--bind",
-        f"127.0.0.1 {ADDRESS[side]}",
-        "--protected-mode",
-        "no",
-        "--supervised",
-        "no",
-        "--shutdown-timeout",
-        "0",
-    ]
+    binding = ["--bind", f"127.0.0.1 {ADDRESS[side]}", "--supervised", "no", "--shutdown-timeout", "0"]
+    if not login:
+        binding += ["--protected-mode", "no"]  # nobody outside the namespaces can reach it
     command = [str(server_binary()), str(CONFIGURATIONS / f"{role}.conf"), *binding]
     process = link.run(
         side, [*command, "--dir", str(directory), "--logfile", str(log), *words], stdout=subprocess.DEVNULL

@@ -67,6 +67,9 @@ def server_specs(config: RunConfig, data: Path) -> tuple[list[ChildSpec], dict[s
         argv = (*server.command(), "--logfile", "")
         specs.append(ChildSpec(name, argv, restart=Restart.ALWAYS, stop_order=SERVERS))
         urls[_url_variable(name)] = server.url
+    for region, section in config.regions.items():
+        if section.weights_url is not None:  # its replica is far away: on one machine the hub itself serves all
+            urls[f"{_url_variable(f'redis-{region}').removesuffix('URL')}WEIGHTS_URL"] = urls[_url_variable(HUB)]
     return specs, urls
 
 

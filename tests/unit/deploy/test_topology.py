@@ -66,6 +66,16 @@ def test_production_commands_with_addresses_in_the_environment_only(tmp_path: Pa
     assert load_config(overrides=topology.url_overrides(urls)).hub.url == seen.hub.url
 
 
+def test_a_replica_of_the_hub_is_the_hub_on_one_machine(tmp_path: Path) -> None:
+    config = resolve(DemoOptions(), ['regions.west.weights_url="redis://far.example:6390/0"'])
+    _, urls = topology.server_specs(config, tmp_path / "redis")
+    assert set(urls) >= {"ANABRANCH__HUB__URL", "ANABRANCH__REGIONS__WEST__WEIGHTS_URL"}
+    assert "ANABRANCH__REGIONS__EAST__WEIGHTS_URL" not in urls
+    seen = load_config(environ=urls)
+    assert seen.regions["west"].weights_url == seen.hub.url
+    assert seen.regions["west"].url != seen.hub.url
+
+
 def test_settings_in_the_callers_environment_reach_children_only_through_the_resolved_file(tmp_path: Path) -> None:
     parent = {"PATH": "/bin", "ANABRANCH__LEARNER__LR": "1", "NOTIFY_SOCKET": "@x", "TMPDIR": "/tmp"}
     child = topology.common_environment(parent, temporary=tmp_path, cache=tmp_path / "cache")
