@@ -1,4 +1,5 @@
-"""The rollout engine alone: decode speed, and how long a weight swap stops it, against one decode step of the same run."""
+"""The rollout engine alone: decode speed, how long a weight swap stops it, against one decode step of the same run, and how
+much generation a steady flow of updates costs."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.kernels.delta_codec import TensorChange
 from anabranch.producers.engine import RolloutEngine
@@ -20,13 +22,21 @@ DECODE_BATCHES = (1, 16, 64)
 SWAP_BATCH = 16
 STEPS_BETWEEN_SWAPS = 4
 PROMPT_TOKENS, NEW_TOKENS = 16, 40
+UPDATE_EVERY_S = 5.0
 
 
 def bench_engine(
-    model_dir: Path, producer: ProducerSection, sampling: SamplingSection, *, swaps: int, density: float, seed: int = 0
+    model_dir: Path,
+    producer: ProducerSection,
+    sampling: SamplingSection,
+    *,
+    swaps: int,
+    density: float,
+    windows: int = 3,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Decode at several batch sizes, then swap in `density` of the elements, changed by one ULP, every few steps while
-    `SWAP_BATCH` requests decode.
+    `SWAP_BATCH` requests decode; then `windows` times `UPDATE_EVERY_S` seconds without and with one such update, in turn.
 
     Returns:
         Figures by name, units in the names.
@@ -44,6 +54,7 @@ def bench_engine(
         bench.decode(DECODE_BATCHES[-1])  # warm-up, not reported
         decode = {batch: bench.decode(batch) for batch in DECODE_BATCHES}
         pauses, steps, lost = bench.swaps(swaps, density)
+        pairs = [(bench.window(None), bench.window(density)) for _ in range(windows)]
         if engine.live_digest() != mirror.digest():
             raise AnabranchError("the live engine's weights differ from the mirror after the benchmark")
         return {
@@ -59,6 +70,8 @@ def bench_engine(
             "swap_pause_ms_p90": float(np.percentile(pauses, 90)),
             f"swap_decode_step_ms_batch_{SWAP_BATCH}": statistics.median(steps),
             "swap_requests_lost": lost,
+            "update_every_s": UPDATE_EVERY_S,
+            "throughput_lost_median": statistics.median(1 - on / off for off, on in pairs) if pairs else float("nan"),
         }
     finally:
         engine.close()
@@ -68,7 +81,10 @@ def bench_engine(
 class _Bench:
     def __init__(self, engine: RolloutEngine, mirror: Mirror, rng: np.random.Generator) -> None:
         self._engine, self._mirror, self._rng = engine, mirror, rng
-        self._submitted = 0
+        self._submitted = self._version = 0
+        self._changed: dict[str, NDArray[np.int64] | None] | None = (
+            None  # what was written into the mirror, not swapped in yet
+        )
 
     def decode(self, batch: int) -> tuple[float, float]:
         """Tokens/s and median step in ms with `batch` requests to their end."""
@@ -85,12 +101,14 @@ class _Bench:
         """Pauses and steps in ms, and how many requests never came back."""
         first, finished = self._submitted, 0
         pauses, steps = [], []
-        for version in range(1, count + 1):
-            changes = [self._nudge(t.name, density) for t in self._mirror.layout.tensors]
-            self._mirror.apply(changes)
-            report = self._engine.swap(self._mirror, PolicyVersion(1, version), {c.name: c.indices for c in changes})
-            pauses.append(1e3 * report.pause_s)
-            for _ in range(STEPS_BETWEEN_SWAPS):
+        for _ in range(count):
+            self._apply(self._nudges(density))
+            left = STEPS_BETWEEN_SWAPS
+            while left:
+                pause_s = self._swap_if_ready()
+                if pause_s is not None:
+                    pauses.append(1e3 * pause_s)
+                left -= self._changed is None
                 while self._submitted - first - finished < SWAP_BATCH:
                     self._submit()
                 started = time.perf_counter()
@@ -99,6 +117,44 @@ class _Bench:
         while self._engine.has_unfinished:
             finished += len(self._engine.step())
         return pauses, steps, self._submitted - first - finished
+
+    def window(self, density: float | None) -> float:
+        """Tokens/s over `UPDATE_EVERY_S` with `SWAP_BATCH` requests running; with a density, one update in the middle. Its
+        changes are written into the mirror on this thread, which a producer leaves to its follower."""
+        changes = None if density is None else self._nudges(density)
+        running = tokens = 0
+        started = time.perf_counter()
+        while (now := time.perf_counter() - started) < UPDATE_EVERY_S:
+            if changes is not None and now > UPDATE_EVERY_S / 3:
+                self._apply(changes)
+                changes = None
+            self._swap_if_ready()
+            for _ in range(SWAP_BATCH - running):
+                self._submit()
+            tokens += SWAP_BATCH  # one for each that runs
+            running = SWAP_BATCH - len(self._engine.step())
+        seconds = time.perf_counter() - started
+        while self._engine.has_unfinished:
+            self._engine.step()
+        return tokens / seconds
+
+    def _nudges(self, density: float) -> list[TensorChange]:
+        return [self._nudge(t.name, density) for t in self._mirror.layout.tensors]
+
+    def _apply(self, changes: list[TensorChange]) -> None:
+        self._mirror.apply(changes)
+        self._changed = {c.name: c.indices for c in changes}
+
+    def _swap_if_ready(self) -> float | None:
+        """Seconds that the swap of what was applied last took; None if there is nothing new, or it is still worked out."""
+        if self._changed is None:
+            return None
+        policy = PolicyVersion(1, self._version + 1)
+        if self._engine.has_unfinished and not self._engine.prepare(self._mirror, policy, self._changed):
+            return None
+        report = self._engine.swap(self._mirror, policy, self._changed)
+        self._version, self._changed = policy.version, None
+        return report.pause_s
 
     def _submit(self) -> None:
         prompt = self._rng.integers(1, 200, PROMPT_TOKENS).tolist()

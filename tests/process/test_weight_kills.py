@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -139,7 +140,7 @@ def test_a_stopped_producer_does_not_keep_the_others_from_serving(node: Node) ->
     publisher = node.publisher(every_s=0.02)
     followers = [node.follower() for _ in range(2)]
     node.wait("both to serve", lambda: len({s["pid"] for s in node.events("served")}) == 2, publisher, *followers)
-    os.kill(followers[0], 19)
+    os.kill(followers[0], signal.SIGSTOP)
     served = len(node.events("served", followers[1]))
     mirror = open_node_mirror(LAYOUT, run=RUN, node_dir=node.node_dir)
     if mirror.try_turn():  # it does not hold the turn: the other goes on
