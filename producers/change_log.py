@@ -110,7 +110,8 @@ class ChangeLog:
         if together.size * WHOLE_SHARE > self._layout.by_name[name].numel:
             return None
         together.sort(kind="stable")  # which merges runs that are in order already
-        return together[np.append(True, together[1:] != together[:-1])]
+        once: NDArray[np.int64] = together[np.append(True, together[1:] != together[:-1])]
+        return once
 
     def trim(self) -> None:
         """Drop the oldest records until the rest fit the budget, and give their memory back."""
