@@ -101,7 +101,8 @@ class RolloutLoop:
         """One engine step and everything around it."""
         if not self._heldout.busy:
             self._swapper.turn()
-        self._verify_if_asked()
+        if self._link.verification:
+            self._swapper.answer(self._link.verification)
         self._start_groups()
         self._send()
         self.state = self._state_now()
@@ -141,6 +142,7 @@ class RolloutLoop:
             verified_token=swapper.verified[0],
             verified_policy=swapper.verified[1],
             verified_digest=swapper.verified[2],
+            verify_error=swapper.verify_error,
             waiting_for=self._waiting_for(),
             last_error=swapper.error or self._follower.last_error or self._outbox.error or self._link.error,
         )
@@ -148,11 +150,6 @@ class RolloutLoop:
     def verify_now(self, token: str = "") -> str:
         """Digest of the live engine's weights; errors as `Swapper.verify_now`."""
         return self._swapper.verify_now(token)
-
-    def _verify_if_asked(self) -> None:
-        token = self._link.verification
-        if token and token != self._swapper.verified[0] and self._follower.serving is not None:
-            self._swapper.verify_now(token)
 
     def _start_groups(self) -> None:
         if self._draining_since is not None:

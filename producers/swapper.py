@@ -17,7 +17,7 @@ import structlog
 from anabranch.producers.engine import EngineState, RolloutEngine
 from anabranch.producers.weight_follower import Staged, WeightFollower, changed_elements
 from anabranch.schemas.config import ProducerSection
-from anabranch.schemas.errors import AnabranchError, ConfigError, DeadlineError, DeltaError
+from anabranch.schemas.errors import AnabranchError, ConfigError, DeadlineError, DeltaError, ModelMismatchError
 
 HOLD_DEADLINE_S = (
     15.0  # for the engine to work an update out; other producers of the node wait for the mirror meanwhile
@@ -42,6 +42,7 @@ class Swapper:
         self.pause_ms = self.publish_to_serve_ms = 0.0
         self.error = ""
         self.verified = ("", "", "")  # token of the request, version, digest of the live engine
+        self.verify_error = ""
         self._log = structlog.get_logger()
 
     @property
@@ -104,6 +105,7 @@ class Swapper:
 
         Raises:
             DeltaError: it is not the digest of the version that it claims to serve.
+            ModelMismatchError: it cannot be computed.
         """
         serving = self._follower.serving
         assert serving is not None, "nothing is served yet"
@@ -114,6 +116,17 @@ class Swapper:
                 f"the live engine's weights have digest {live}, the channel says {serving.digest} for {serving.policy}"
             )
         return live
+
+    def answer(self, token: str) -> None:
+        """Answer a request to verify, once: with the digest, or with why it cannot be computed. Raises as `verify_now`."""
+        if token == self.verified[0] or self.busy or self._follower.serving is None:
+            return
+        try:
+            self.verify_now(token)
+            self.verify_error = ""
+        except ModelMismatchError as error:  # there is no way back from what the engine computes with
+            self.verify_error = str(error)
+            self.verified = token, str(self._follower.serving.policy), ""
 
     def _take(self) -> Staged | None:
         if self._follower.staged() is None:

@@ -168,3 +168,17 @@ def test_an_engine_that_is_not_what_it_claims_ends_the_producer_and_is_reported(
     with pytest.raises(DeltaError, match="live engine's weights have digest ffff"):
         swapper.verify_now("token")
     assert swapper.verified == ("token", "e1.v3", "f" * 32)
+
+
+def test_a_digest_that_cannot_be_computed_is_an_answer_too() -> None:
+    swapper, engine, _ = build()
+    swapper.answer("early")
+    assert swapper.verified == ("", "", ""), "nothing is served yet"
+    swapper.turn()
+
+    def no_way_back() -> str:
+        raise ModelMismatchError("the loader computes it")
+
+    engine.live_digest = no_way_back  # type: ignore[method-assign]
+    swapper.answer("token")
+    assert (swapper.verified, swapper.verify_error) == (("token", "e1.v3", ""), "the loader computes it")
