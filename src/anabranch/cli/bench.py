@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from anabranch.cli import bench_publish
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 
 
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     _add_codec(kinds)
     _add_swap(kinds)
     _add_link(kinds)
+    bench_publish.add_parser(kinds)
     everything = kinds.add_parser(
         "all", help="loop and engine, on the tiny model", formatter_class=HelpFormatter,
         epilog="examples:\n  anabranch bench all\n  anabranch bench all --json > figures.json\n",
