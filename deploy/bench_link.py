@@ -22,9 +22,10 @@ from rich.table import Table
 
 from anabranch.deploy.codec_sweep import synthetic_step
 from anabranch.deploy.link_redis import REPLICA_OF_HUB, LinkRedis, start_redis, wait_for_replica
-from anabranch.deploy.link_run import RUN, Learner, Model, Region, Timed, seeded, sites, time_updates
+from anabranch.deploy.link_run import RUN, Learner, Model, Region, Timed, sites, time_updates
 from anabranch.deploy.slow_link import SlowLink
 from anabranch.kernels.workers import Workers
+from anabranch.schemas.config import ChannelSection
 from anabranch.schemas.keys import Keys
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
 
@@ -124,13 +125,18 @@ def _measure(
                 client.close()
         with link.inside("a"):
             learner = Learner(_channel(hub, "a"), model, workers)
-        own = seeded(model, learner.first, THREADS)
         with link.inside("b"):
             region = Region(
-                _channel(near, "b"), _channel(hub, "b"), model, learner.first, poll_ms=POLL_MS, threads=THREADS
+                _channel(near, "b"),
+                _channel(hub, "b"),
+                model,
+                learner.first,
+                poll_ms=POLL_MS,
+                threads=THREADS,
+                fetch_threads=ChannelSection().fetch_threads,
             )
         with sites(link, learner, region), link.inside("a"):
-            yield from time_updates(learner, region, own, model, updates=updates, pause_s=pause_s)
+            yield from time_updates(learner, region, updates=updates, pause_s=pause_s)
 
 
 def _channel(server: LinkRedis, side: Literal["a", "b"]) -> RedisWeightChannel:

@@ -1,7 +1,7 @@
 """One learner and one follower on either side of a link, for `anabranch bench link`: versions out, versions offered.
 
-Invariant: what is timed ends when the follower offers a version whose digest it has checked; the time of encoding and of
-decoding with verification is taken in the same process, of the same update, on the same number of threads.
+Invariant: what is timed ends when the follower offers a version whose digest it has checked. Own encoding and own decoding
+are parts of that same time, taken where they happen: until the last chunk is encoded, and from the last chunk's arrival on.
 Held by tests/process/test_bench_link.py.
 
 The learner alternates between two states, so that every update is as large as the first. Its anchor stays here: the
@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 from anabranch.deploy.slow_link import SlowLink
-from anabranch.kernels.delta_codec import CODEC, Encoded, decode, encode_anchor, encode_delta
+from anabranch.kernels.delta_codec import CODEC, Encoded, encode_anchor, encode_delta
 from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.digest import tensor_digest
 from anabranch.kernels.workers import Workers
@@ -31,6 +31,7 @@ from anabranch.schemas.errors import DeadlineError
 from anabranch.schemas.layout import Layout, root_digest
 from anabranch.schemas.manifest import Base, Chunk, Manifest
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.blob_store import BlobStore
 from anabranch.transport.weight_channel import WeightChannel
 
 State = dict[str, Bits]
@@ -58,8 +59,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Of one update: bytes of its chunks; seconds from the beginning of publishing to the offer, of encoding, and of
-    decoding, verifying and writing."""
+    """Of one update: bytes of its chunks; seconds from the beginning of publishing to the offer, of encoding, and from the
+    last chunk's arrival to the offer (decoding, verifying, writing)."""
 
     payload_bytes: int
     chunks: int
@@ -113,21 +114,60 @@ class Learner:
         self._channel.close()
 
 
+class WatchedBlobs:
+    """The blob store of a follower's channel, which notes when a chunk has arrived."""
+
+    def __init__(self, inner: BlobStore) -> None:
+        self._inner = inner
+        self.arrived = 0.0
+
+    def get(self, digest: str, size_bytes: int) -> bytes:
+        payload = self._inner.get(digest, size_bytes)
+        self.arrived = time.monotonic()
+        return payload
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class WatchedChannel:
+    """The channel that a follower reads from, with `WatchedBlobs`."""
+
+    def __init__(self, inner: WeightChannel) -> None:
+        self._inner = inner
+        self.blobs = WatchedBlobs(inner.blobs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 class Region:
     """On side b: a follower, and a thread in the engine's place, which takes every offer at once."""
 
     def __init__(
-        self, channel: WeightChannel, hub: WeightChannel, model: Model, first: Manifest, *, poll_ms: int, threads: int
+        self,
+        channel: WeightChannel,
+        hub: WeightChannel,
+        model: Model,
+        first: Manifest,
+        *,
+        poll_ms: int,
+        threads: int,
+        fetch_threads: int,
     ) -> None:
         """`channel` is read from; leases go to `hub`. To be called on side b, like `close`."""
-        self._channel, self._hub = channel, hub
-        self.mirror = seeded(model, first, threads)
+        self._channel, self._hub = WatchedChannel(channel), hub
         self._leases = LeaseKeeper(hub, "bench", lease_ms=120_000)
         self._leases.start()
         self._follower = WeightFollower(
-            channel, self.mirror, run=RUN, poll_ms=poll_ms, fetch_threads=8, leases=self._leases
+            cast(WeightChannel, self._channel),
+            seeded(model, first, threads),
+            run=RUN,
+            poll_ms=poll_ms,
+            fetch_threads=fetch_threads,
+            leases=self._leases,
         )
-        self._offers: dict[PolicyVersion, float] = {}
+        self._offers: dict[PolicyVersion, tuple[float, float]] = {}
         self._news = threading.Condition()
         self._stop = False
         self._thread = threading.Thread(target=self._take_offers, name="engine", daemon=True)
@@ -140,11 +180,11 @@ class Region:
                 now = time.monotonic()
                 self._follower.confirm(held)
                 with self._news:
-                    self._offers[held.policy] = now
+                    self._offers[held.policy] = self._channel.blobs.arrived, now
                     self._news.notify_all()
 
-    def offered(self, policy: PolicyVersion) -> float:
-        """When `policy` was offered (time.monotonic). Raises DeadlineError."""
+    def offered(self, policy: PolicyVersion) -> tuple[float, float]:
+        """When the last chunk of `policy` had arrived, and when it was offered (time.monotonic). Raises DeadlineError."""
         with self._news:
             if not self._news.wait_for(lambda: policy in self._offers, OFFER_DEADLINE_S):
                 raise DeadlineError.waiting_for(
@@ -182,36 +222,13 @@ def sites(link: SlowLink, learner: Learner, region: Region) -> Iterator[None]:
             learner.close()
 
 
-def time_updates(
-    learner: Learner, region: Region, own: NodeMirror, model: Model, *, updates: int, pause_s: float
-) -> Iterator[Timed]:
+def time_updates(learner: Learner, region: Region, *, updates: int, pause_s: float) -> Iterator[Timed]:
     """`updates` versions, `pause_s` apart, after one that is not counted (it opens connections and compiles). To be called
-    on side a. `own`: a mirror of the learner's first version, over which decoding is timed."""
+    on side a."""
     for number in range(updates + 1):
         time.sleep(pause_s)
         encoded, began, encode_s = learner.publish()
-        policy = PolicyVersion(learner.epoch, learner.version)
-        total_s = region.offered(policy) - began
-        decode_s = _own_decode(learner, own, model, encoded)
+        arrived, offered = region.offered(PolicyVersion(learner.epoch, learner.version))
         if number:
             payload = sum(map(len, encoded.chunks))
-            yield Timed(payload, len(encoded.chunks), total_s, encode_s, decode_s)
-
-
-def _own_decode(learner: Learner, own: NodeMirror, model: Model, encoded: Encoded) -> float:
-    version = learner.version
-    manifest = Manifest.model_validate(
-        learner.first.model_dump()
-        | {
-            "kind": "delta",
-            "version": version,
-            "base": {"epoch": learner.epoch, "version": version - 1, "digest": model.digests[(version - 1) % 2]},
-            "result_digest": model.digests[version % 2],
-            "chunks": (),
-        }
-    )
-    started = time.monotonic()
-    own.try_turn()
-    own.advance(manifest, decode(model.layout, encoded.chunks, own.bits, own.workers), path=("delta",), path_bytes=0)
-    own.end_turn()
-    return time.monotonic() - started
+            yield Timed(payload, len(encoded.chunks), offered - began, encode_s, offered - arrived)
