@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from anabranch.cli import bench_publish
+from anabranch.cli import bench_paths, bench_publish
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 
 
@@ -33,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     _add_swap(kinds)
     _add_link(kinds)
     bench_publish.add_parser(kinds)
+    bench_paths.add_parser(kinds)
     everything = kinds.add_parser(
         "all", help="loop and engine, on the tiny model", formatter_class=HelpFormatter,
         epilog="examples:\n  anabranch bench all\n  anabranch bench all --json > figures.json\n",
@@ -159,8 +160,8 @@ def _add_swap(kinds: Any) -> None:
     swap.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the engine; default that of the preset")
     swap.add_argument("--swaps", type=_at_least_one, default=20, metavar="N", help="swaps to time (default 20)")
     swap.add_argument("--density", type=float, default=0.01, metavar="F", help="share of elements (default 0.01)")
-    swap.add_argument("--pairs", type=int, default=4, metavar="N", help="pairs of windows (default 4)")
-    swap.add_argument("--window-s", type=float, default=20.0, metavar="S", help="length of a window (default 20)")
+    swap.add_argument("--pairs", type=int, default=8, metavar="N", help="pairs of windows (default 8)")
+    swap.add_argument("--window-s", type=float, default=10.0, metavar="S", help="length of a window (default 10)")
     swap.add_argument("--every-s", type=float, default=5.0, metavar="S", help="time between updates (default 5)")
     swap.add_argument("--json", action="store_true", help="one JSON object")
     swap.set_defaults(run=run)
@@ -264,9 +265,14 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _swap(args: argparse.Namespace) -> dict[str, Any]:
+    import logging
+
+    import structlog
+
     from anabranch.deploy.bench_loop import preset_config
     from anabranch.producers.bench_swap import bench_swap
 
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     config = preset_config(args.preset)
     producer = config.producer.model_copy(update={"dtype": args.dtype} if args.dtype else {})
     try:
