@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +21,17 @@ from anabranch.producers.mirror import Mirror
 from anabranch.producers.server_swap import ServerSwap, SwapState
 from anabranch.producers.vllm_server import VllmServer
 from anabranch.schemas.errors import ConfigError, DeltaError, ModelMismatchError, TemporaryError
+from anabranch.schemas.keys import Keys
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.embedded_valkey import EmbeddedValkey
+from anabranch.transport.redis_boards import RedisRunBoard
+from anabranch.transport.redis_client import connect
+from anabranch.transport.redis_weight_channel import RedisWeightChannel
 from tests.e2e.lab import prompts
 from tests.e2e.vllm_process import complete, serve
 from tests.tiny import build_checkpoint
+from tests.weights import Publisher, digest_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 TOLERANCE = 1e-4
@@ -251,3 +259,63 @@ def test_a_server_of_another_checkpoint_is_refused(server: Server, tmp_path: Pat
         ServerSwap(server.client, other, server.mirror.layout).attach()
     server.swap.attach()
     server.publish(91)
+
+
+def _wait_for(server: Server, version: str) -> None:
+    give_up_s = time.monotonic() + 60
+    while (serves := server.client.weight_version()) != version:
+        assert time.monotonic() < give_up_s, f"it serves {serves}, not {version}"
+        time.sleep(0.05)
+
+
+def test_the_command_follows_a_run_over_its_own_death(server: Server, valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f"""
+        run.name = "followed"
+        model.path = "{server.model_dir}"
+        hub.url = "{valkey.url}"
+        regions.east.url = "{valkey.url}"
+        producer.node_dir = "{tmp_path / "node"}"
+        producer.poll_ms = 20
+        """
+    )
+    argv = [sys.executable, "-I", "-m", "anabranch.cli.main", "follow", "--config", str(config), "--region", "east"]
+    argv += ["--server", server.url, "--verify-every", "2"]
+    client = connect(valkey.url, deadline_s=10, what="the test Valkey")
+    publisher = Publisher(RedisWeightChannel(client, Keys("followed")), server.mirror.layout, run="followed")
+    publisher.open(state={t.name: server.mirror.tensor_bits(t.name).copy() for t in server.mirror.layout.tensors})
+    prompt, processes = prompts(1, 24, 9)[0], []
+    try:
+        for life in range(2):
+            with (tmp_path / f"{life}.log").open("w") as log:
+                processes.append(subprocess.Popen(argv, stderr=log))
+            _wait_for(server, str(publisher.head))
+            for _ in range(2):
+                publisher.step(density=0.05)
+                _wait_for(server, str(publisher.head))
+            for name, bits in publisher.state.items():
+                server.mirror.write(name, None, bits)
+            assert server.off_by(prompt) < TOLERANCE
+            if life == 0:
+                processes[0].kill()
+        give_up_s = time.monotonic() + 30
+        while True:
+            lines = RedisRunBoard(client, Keys("followed")).producers()
+            (status,) = [s for s in lines.values() if s.pid == processes[1].pid]
+            if status.policy == str(publisher.head) or time.monotonic() > give_up_s:
+                break
+            time.sleep(0.1)
+        assert (status.policy, status.region, status.last_error) == (str(publisher.head), "east", "")
+        assert status.verified_digest == digest_of(
+            publisher.states[PolicyVersion.parse(status.verified_policy)], publisher.layout
+        )
+        processes[1].terminate()
+        assert processes[1].wait(30) == 0, (tmp_path / "1.log").read_text()[-2000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
+        client.close()
+    server.swap.attach()
+    server.publish(101)
