@@ -34,7 +34,7 @@ T = TypeVar("T")
 POLL_S = 0.01
 BACKGROUND_POLL_S = 0.05
 GIVE_UP_S = 600.0  # on a skip or an anchor whose other shares do not come
-LATEST = 4  # skips and anchors come this late at most, in lengths of the longest skip
+LATEST = 1000  # versions behind the head, beyond the longest skip, at which a skip or an anchor can still be committed
 PATIENCE = 2  # times connect_deadline_s, for the shares of other ranks: they retry for one of it themselves
 
 
@@ -75,6 +75,7 @@ class Commits:
         self._waiting: deque[Background] = deque()
         self._known = KnownEntries((), reach=reach)
         self._anchor_ordered = False
+        self._look_at_s = 0.0
 
     def open(self, own: ShareRecord) -> Base | None:
         """The version on the channel whose state ours is (the epoch begins as its fork), None if there is none. Collects
@@ -103,7 +104,7 @@ class Commits:
         self._add(records)
         version = own.version
         self._digests[version] = self._digest()
-        self._digests.pop(version - LATEST * self._reach - 1, None)
+        self._digests.pop(version - LATEST - self._reach - 1, None)
         return self._commit(self._manifest("delta", version, self._base(version - 1), step, records))
 
     def order_anchor(self) -> bool:
@@ -119,7 +120,13 @@ class Commits:
         self._waiting.append(Background("anchor" if base is None else "skip", step, base, own, time.monotonic()))
 
     def background(self) -> float | None:
-        """Commit what has become complete; when to call again (seconds), None if nothing is waited for."""
+        """Commit what has become complete; in how many seconds to call again, None if nothing is waited for."""
+        if not self._waiting:
+            return None
+        if (early_s := self._look_at_s - time.monotonic()) > 0:
+            return early_s
+        if self._world_size > 1:  # else nobody has to be asked
+            self._look_at_s = time.monotonic() + BACKGROUND_POLL_S
         for _ in range(len(self._waiting)):
             made = self._waiting.popleft()
             try:
@@ -127,6 +134,7 @@ class Commits:
                     self._waiting.append(made)
             except TemporaryError as error:
                 self._waiting.append(made)
+                self._look_at_s = time.monotonic() + 1.0
                 structlog.get_logger().debug("the hub does not take a background manifest now", error=str(error))
                 return 1.0
             except ManifestError as error:  # its base was dropped meanwhile, or a share of it expired

@@ -94,20 +94,24 @@ class Compactor:
                 return None
             self._running = _Running(self._waiting.popleft())
             if (why := self._hopeless(self._running.task)) is not None:
-                self._end(self._running.task, declined=why)
+                self._end(Outcome(self._running.task, declined=why))
                 return 0.0
         running = self._running
         try:
-            return self._continue(running)
+            made = self._continue(running)
         except VersionGoneError as error:
-            self._end(running.task, declined=str(error))
+            made = Outcome(running.task, declined=str(error))
         except TemporaryError as error:  # the blob store: the steps go on without it, or fail by themselves
             name = f"{running.task.label} of version {running.task.version}"
             structlog.get_logger().warning("left out, the blob store does not take it", what=name, error=str(error))
-            self._end(running.task, declined=str(error))
+            made = Outcome(running.task, declined=str(error))
+        if isinstance(made, float):
+            return made
+        self._end(made)
         return 0.0
 
-    def _continue(self, running: _Running) -> float:
+    def _continue(self, running: _Running) -> float | Outcome:
+        """In how many seconds there is more, or the end of it."""
         if sum(not future.done() for future in running.uploads) >= IN_FLIGHT:
             return POLL_S
         task = running.task
@@ -120,9 +124,7 @@ class Compactor:
             return 0.0
         if not all(future.done() for future in running.uploads):
             return POLL_S
-        chunks = tuple(future.result() for future in running.uploads)
-        self._end(task, chunks=chunks, changed_elements=running.changed_elements)
-        return 0.0
+        return Outcome(task, tuple(future.result() for future in running.uploads), running.changed_elements)
 
     def _hopeless(self, task: Task) -> str | None:
         kept = self._history.versions()
@@ -132,12 +134,10 @@ class Compactor:
             return f"{self._history.head - task.version} versions late"
         return None
 
-    def _end(
-        self, task: Task, *, chunks: tuple[Chunk, ...] = (), changed_elements: int = 0, declined: str = ""
-    ) -> None:
+    def _end(self, outcome: Outcome) -> None:
         self._running = None
-        self._pin(task, -1)
-        self._done(Outcome(task, chunks, changed_elements, declined))
+        self._pin(outcome.task, -1)
+        self._done(outcome)
 
     def _pin(self, task: Task, by: int) -> None:
         for version in (task.version, task.base):

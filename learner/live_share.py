@@ -53,9 +53,9 @@ class LiveShare:
         self.pieces: tuple[Piece, ...] = tuple(in_order(own))
         self._pieces = {layout.tensors[p.tensor].name: p for p in self.pieces}
 
-    def image(self) -> ShareImage:
-        """Room for this share; pinned where the weights live on a GPU."""
-        return ShareImage(self.layout, self.pieces, pinned=self._on_gpu())
+    def image(self, *, pinned: bool = False) -> ShareImage:
+        """Room for this share; with `pinned` page-locked, where the weights live on a GPU."""
+        return ShareImage(self.layout, self.pieces, pinned=pinned and self._on_gpu())
 
     @torch.no_grad()
     def copy_to(self, image: ShareImage) -> None:

@@ -45,6 +45,7 @@ class PublishWorker:
         self._idle_at: float | None = None
         self.stopping = threading.Event()
         self.state = WorkerState.IDLE
+        self._progress_s = 0.0
         self.cpu_s = 0.0  # of this thread alone
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -59,6 +60,10 @@ class PublishWorker:
         """Raises what the thread has failed with."""
         with self._changed:
             self._raise_failure()
+
+    def progress(self) -> None:
+        """The work at hand gets on: what `wait`s has its deadline anew."""
+        self._progress_s = time.monotonic()
 
     def tell(self) -> None:
         """What `wait` waits for may have come true."""
@@ -76,17 +81,18 @@ class PublishWorker:
         return self.is_free and self._idle_at is None
 
     def wait(self, done: Callable[[], bool], *, deadline_s: float, what: str, heartbeat: Callable[[], object]) -> None:
-        """Until `done()`, which is asked again after every piece of work and every `tell`.
+        """Until `done()`, which is asked again after every piece of work and every `tell`. `deadline_s` counts from now,
+        or from when the work has last got on.
 
         Raises DeadlineError naming `what`, or what the thread has failed with.
         """
-        end = time.monotonic() + deadline_s
+        started_s = time.monotonic()
         while True:
             with self._changed:
                 self._raise_failure()
                 if done():
                     return
-                left_s = end - time.monotonic()
+                left_s = max(started_s, self._progress_s) + deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError.waiting_for(what, deadline_s)
                 self._changed.wait(min(left_s, _WAKE_S))
@@ -132,6 +138,7 @@ class PublishWorker:
                 self.state = WorkerState.WORKING
         if work is not None:
             work()
+            self.progress()
             again: float | None = 0.0
         else:
             again = self._idle()

@@ -45,7 +45,9 @@ class Share(Protocol):
     rank: int
     world_size: int
 
-    def image(self) -> ShareImage: ...
+    def image(self, *, pinned: bool = False) -> ShareImage:
+        """Room for it; with `pinned` what a GPU copies to fast, if the weights live on one."""
+        ...
 
     def copy_to(self, image: ShareImage) -> None:
         """May be collective."""
@@ -57,6 +59,7 @@ class SharePublishing:
 
     Args:
         on_manifest: rank 0: told of every manifest that is committed.
+        progress: called when a part of what was handed over is done.
         stopping: set when nobody waits for the outcome any more.
     """
 
@@ -70,10 +73,11 @@ class SharePublishing:
         signer: Signer | None,
         threads: Workers,
         on_manifest: Callable[[Manifest], object],
+        progress: Callable[[], object],
         stopping: threading.Event,
     ) -> None:
         self._share, self._hub, self._config, self._opening = share, hub, config, opening
-        self._signer, self._threads, self._stopping = signer, threads, stopping
+        self._signer, self._threads, self._progress, self._stopping = signer, threads, progress, stopping
         self._jobs: list[Job] = plan_jobs(share.layout, pieces=share.pieces)
         self._uploads, self._background_uploads = (
             Uploads(hub.channel.blobs, n, deadline_s=config.connect_deadline_s, stopping=stopping, name=name)
@@ -170,7 +174,9 @@ class SharePublishing:
 
         for chunks, found in self._threads.in_order(one, self._jobs):
             changes += found
-            yield from chunks
+            for chunk in chunks:
+                yield chunk
+                self._progress()
 
     def _made_in_background(self, outcome: Outcome) -> None:
         task = outcome.task

@@ -116,7 +116,7 @@ class ArrayShare:
         self.layout, self.state, self.rank, self.world_size = layout, state, rank, world_size
         self.pieces = tuple(split_evenly(layout, range(len(layout.tensors)), [], world_size)[rank])
 
-    def image(self) -> ShareImage:
+    def image(self, *, pinned: bool = False) -> ShareImage:
         return ShareImage(self.layout, self.pieces)
 
     def copy_to(self, image: ShareImage) -> None:

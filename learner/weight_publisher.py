@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from anabranch.kernels.workers import Workers
 from anabranch.learner.commits import PATIENCE
@@ -22,10 +23,13 @@ from anabranch.learner.publish_worker import PublishWorker
 from anabranch.learner.share_publishing import Share, SharePublishing
 from anabranch.schemas.config import ChannelSection
 from anabranch.schemas.manifest import Manifest
+from anabranch.transport.retry import retry_until
 from anabranch.transport.signing import load_signer
 from anabranch.transport.wiring import Hub
 
-LONGEST = 4 * PATIENCE  # times connect_deadline_s: whatever publishing waits for has failed by itself before that
+LONGEST = (
+    4 * PATIENCE
+)  # times connect_deadline_s, without progress: what publishing waits for has failed by itself before
 CLOSE_S = 20.0
 
 
@@ -51,7 +55,7 @@ class WeightPublisher:
         self._share, self._connect, self._config, self._opening = share, connect, config, opening
         self._on_committed, self.waiting = on_committed, waiting
         self._signer = load_signer(config.signing_key_file) if config.signing_key_file else None
-        self._snapshot, self._snapshot_is_free = share.image(), True
+        self._snapshot, self._snapshot_is_free = share.image(pinned=True), True
         self._threads = Workers(config.codec_threads)
         self._anchor_due = False
         self.published: Published | None = None  # rank 0: the newest version on the channel
@@ -129,7 +133,8 @@ class WeightPublisher:
         self._hub = self._connect()
         self._publishing = SharePublishing(
             self._share, self._hub, self._config, self._opening,
-            signer=self._signer, threads=self._threads, on_manifest=self._on_manifest, stopping=self._worker.stopping,
+            signer=self._signer, threads=self._threads, on_manifest=self._on_manifest,
+            progress=self._worker.progress, stopping=self._worker.stopping,
         )  # fmt: skip
         self._report(self._publishing.begin(self._snapshot, self._free_snapshot), started_s)
 
@@ -139,7 +144,13 @@ class WeightPublisher:
         manifest = self._publishing.publish(order, self._snapshot, self._free_snapshot)
         self._report(manifest, started_s)
         if manifest is not None:
-            self._on_committed(self._hub, order.version)
+            retry_until(
+                partial(self._on_committed, self._hub, order.version),
+                deadline_s=self._config.connect_deadline_s,
+                what=f"the hub's Redis, to hand out permits for version {order.version}",
+                sleep=self._worker.stopping.wait,
+                should_stop=self._worker.stopping.is_set,
+            )
         if self._publishing.order_anchor():
             self._anchor_due = True
 

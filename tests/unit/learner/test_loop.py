@@ -19,10 +19,13 @@ from anabranch.learner.shares import ArrayShare
 from anabranch.learner.step import StepOutput
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import ChannelSection, RunConfig, load_config
+from anabranch.schemas.errors import ConfigError
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.layout import Layout
-from anabranch.schemas.metrics import NoteRecord
+from anabranch.schemas.manifest import Manifest
+from anabranch.schemas.metrics import NoteRecord, StepRecord
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.memory_weight_channel import MemoryWeightChannel
 from anabranch.transport.memory_world import MemoryWorld
 from anabranch.transport.metrics_log import MetricsLog, read_records
 from tests.groups import entry
@@ -117,6 +120,46 @@ def test_a_run_ends_finished_with_everything_accounted_for(tmp_path: Path) -> No
     assert (lab.notes(), lab.world.runs.finished()) == (["started", "finished"], "all steps done")
     assert lab.world.stream("east").ledger(LEARNER_GROUP).fates == {"trained": 2}
     assert lab.world.channel().head() == PolicyVersion(1, 2)
+
+
+def test_a_record_says_which_version_its_figures_are_of(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, "learner.evaluate=false")
+    lab.produce(0, 1)
+    lab.loop().run(lambda: False)
+    steps = [r for r in read_records(tmp_path / "metrics.jsonl") if isinstance(r, StepRecord)]
+    assert [s.version for s in steps] == [1, 2]
+    for step in steps:  # publishing is in the background: this step's version may be there already, or not
+        assert step.committed_version in (step.version - 1, step.version)
+        assert step.full_bytes == 4
+        assert (step.delta_bytes > 0) == (step.changed_fraction == 1.0) == (step.committed_version > 0)
+
+
+class Refusing(MemoryWeightChannel):
+    def commit(self, manifest: Manifest) -> None:
+        if manifest.kind == "delta":
+            raise ConfigError("another learner works on this run")
+        super().commit(manifest)
+
+
+def test_a_failure_of_publishing_ends_the_loop_while_it_waits_for_a_batch(tmp_path: Path) -> None:
+    """Not when the batch is there: no producer would ever make it without the weights."""
+    lab = Lab(tmp_path, "learner.evaluate=false")
+    lab.engine.connect = lambda: hub_of(lab.world, Refusing(lab.world.weights))
+    lab.produce(0)
+    with pytest.raises(ConfigError, match="another learner works on this run"):
+        lab.loop().run(lambda: False)
+    assert lab.engine.step == 1
+    assert lab.world.channel().head() == PolicyVersion(1, 0)
+
+
+def test_a_learner_that_is_stopped_leaves_its_last_version_on_the_channel(tmp_path: Path) -> None:
+    """The next epoch begins there without a byte: as its fork."""
+    lab = Lab(tmp_path, "learner.evaluate=false")
+    lab.produce(0)
+    assert lab.loop().run(lambda: lab.engine.step == 1) == "stopped"
+    assert lab.world.channel().head() == PolicyVersion(1, 1)
+    lab.resume().run(lambda: True)
+    assert [(str(e.policy), e.label) for e in lab.world.channel().index()][-1] == ("e2.v1", "fork")
 
 
 def test_a_stop_in_the_last_evaluation_leaves_the_run_unfinished(tmp_path: Path) -> None:

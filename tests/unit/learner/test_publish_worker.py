@@ -101,6 +101,20 @@ def test_a_wait_beats_and_ends_at_its_deadline_with_what_it_waits_for() -> None:
     worker.close(deadline_s=20)
 
 
+def test_work_that_gets_on_is_waited_for() -> None:
+    gate = Gate()
+    worker = PublishWorker("w", lambda: None)
+
+    def work() -> None:
+        for _ in range(6):
+            assert not gate._open.wait(0.2)
+            worker.progress()
+
+    worker.submit(work)
+    worker.wait(lambda: worker.is_free, deadline_s=0.8, what="six pieces", heartbeat=lambda: None)
+    worker.close(deadline_s=20)
+
+
 def test_a_closed_worker_takes_nothing() -> None:
     worker = PublishWorker("w", lambda: None)
     worker.close(deadline_s=20)

@@ -370,7 +370,7 @@ def test_the_channel_stays_within_its_budget(lab: Lab, monkeypatch: pytest.Monke
         for _ in range(60):
             lab.step(0.1)
             ranks.publish()
-        ranks.drain()
+            ranks.drain()
         entries = channel.index()
         assert path_bytes(entries) <= budget
         assert cheapest_path(entries, None, PolicyVersion(1, 60))
