@@ -72,12 +72,12 @@ class Manifest(Frozen):
     layout_hash: str = Field(pattern=HEX128)
     codec: str = Field(max_length=100, description="codec name and major version, e.g. 'class-golomb/1'")
     chunks: tuple[Chunk, ...] = Field(strict=False)
-    full_bytes: int = Field(ge=0, description="bytes of the dense state")
-    changed_elements: int = Field(ge=0)
-    total_elements: int = Field(ge=0)
-    learner_step: int = Field(ge=0)
-    fork_version: int = Field(ge=0, description="version at which this epoch began")
-    published_ms: int = Field(ge=0, description="Unix time, the learner's clock")
+    full_bytes: int = Field(ge=0, lt=2**63, description="bytes of the dense state")
+    changed_elements: int = Field(ge=0, lt=2**63)
+    total_elements: int = Field(ge=0, lt=2**63)
+    learner_step: int = Field(ge=0, lt=2**63)
+    fork_version: int = Field(ge=0, lt=2**32, description="version at which this epoch began")
+    published_ms: int = Field(ge=0, lt=2**63, description="Unix time, the learner's clock")
     signature: Signature | None = None
 
     @model_validator(mode="after")

@@ -53,12 +53,14 @@ def blob_digest(payload: bytes) -> str:
     return str(blake3(payload).hexdigest())
 
 
-def checked_blob(payload: bytes | None, digest: str, size_bytes: int, where: str) -> bytes:
-    """`payload` if it is there and matches its name. Raises DeltaError."""
+def checked_blob(payload: object, digest: str, size_bytes: int, where: str) -> bytes:
+    """`payload`, whatever a store has answered, if it is there and matches its name. Raises DeltaError."""
     if payload is None:
         raise DeltaError(
             f"chunk {digest[:16]} is not in {where} (dropped by retention, not there yet, or never stored)"
         )
+    if not isinstance(payload, bytes):
+        raise DeltaError(f"chunk {digest[:16]}: {where} answered with {type(payload).__name__} in place of its bytes")
     if len(payload) != size_bytes or blob_digest(payload) != digest:
         raise DeltaError(
             f"chunk {digest[:16]} in {where} was altered: {len(payload)} bytes of the {size_bytes} expected, or other ones"

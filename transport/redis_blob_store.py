@@ -52,7 +52,7 @@ class RedisBlobStore:
         raise BackpressureError(f"{self._what} does not keep chunk {digest[:16]}: it is gone as soon as it is written")
 
     def get(self, digest: str, size_bytes: int) -> bytes:
-        payload: bytes | None = self._guard.repeat(lambda: self._client.get(self._keys.blob(digest)))
+        payload = self._guard.repeat(lambda: self._client.get(self._keys.blob(digest)))
         return checked_blob(payload, digest, size_bytes, self._what)
 
     def delete(self, digests: Iterable[str]) -> None:

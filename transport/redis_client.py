@@ -142,6 +142,8 @@ class Guard:
             raise AnabranchError(
                 f"{self._where} refused a command: {error}; it must be Redis 7.0 or later, or Valkey"
             ) from error
+        except exceptions.InvalidResponse as error:
+            raise StreamUnavailableError(f"{self._where} does not speak Redis ({error}); {ADVICE}") from error
 
 
 def is_missing_group(error: Exception) -> bool:

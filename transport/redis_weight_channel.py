@@ -26,6 +26,7 @@ from anabranch.transport.blob_store import BlobStore
 from anabranch.transport.garbage import delete_claimed
 from anabranch.transport.redis_blob_store import UNCOMMITTED_TTL_MS, RedisBlobStore, batched
 from anabranch.transport.redis_client import Guard
+from anabranch.transport.redis_replies import head_of, text_of, texts_of
 from anabranch.transport.weight_channel import Lease, Named
 from anabranch.transport.weight_path import cheapest_path
 from anabranch.transport.weight_rules import check_run, checked_layout, checked_manifest, drop_batches, needed, refusal
@@ -126,13 +127,13 @@ class RedisWeightChannel:
             raise refusal(manifest, outcome, details)
 
     def head(self) -> PolicyVersion | None:
-        return self._parsed_head(self._get(self._keys.head))
+        return head_of(self._get(self._keys.head), self._keys.run)
 
     def manifests(self, names: Sequence[Named]) -> list[Manifest | None]:
         if not names:
             return []
         keys = [self._keys.manifest(policy.epoch, policy.version, label) for policy, label in names]
-        texts: list[bytes | None] = self._guard.repeat(lambda: self._client.mget(keys))
+        texts = texts_of(self._guard.repeat(lambda: self._client.mget(keys)), "weight manifests", len(keys))
         return [
             None if text is None else checked_manifest(text, self._keys.run, policy, label)
             for text, (policy, label) in zip(texts, names, strict=True)
@@ -140,10 +141,9 @@ class RedisWeightChannel:
 
     def index(self, *, above: PolicyVersion | None = None) -> list[IndexEntry]:
         low = "-inf" if above is None else f"({_score(above)}"
-        members: list[bytes] = self._guard.repeat(
-            lambda: self._client.zrangebyscore(self._keys.weight_index, low, "+inf")
-        )
-        return [IndexEntry.from_text(member.decode("utf-8", "replace")) for member in members]
+        reply = self._guard.repeat(lambda: self._client.zrangebyscore(self._keys.weight_index, low, "+inf"))
+        members = texts_of(reply, "the weight index")
+        return [IndexEntry.from_text((member or b"").decode("utf-8", "replace")) for member in members]
 
     def lease(self, holder: str, policy: PolicyVersion, *, ttl_ms: int) -> None:
         keys = [self._keys.weight_leases, self._keys.weight_leases_until]
@@ -196,7 +196,7 @@ class RedisWeightChannel:
         gone: list[IndexEntry] = []
         for _ in range(_DROP_ATTEMPTS):
             head_text = self._get(self._keys.head)
-            head, pins, index = self._parsed_head(head_text), self.pins(), self.index()
+            head, pins, index = head_of(head_text, self._keys.run), self.pins(), self.index()
             kept = needed(index, head, pins)
             seen: list[bytes | str | int] = [
                 head_text or b"",
@@ -258,18 +258,8 @@ class RedisWeightChannel:
         args = [digest, UNCOMMITTED_TTL_MS, CLAIM_MS]
         return bool(self._guard.repeat(lambda: self._announce(keys=[self._keys.garbage], args=args)))
 
-    def _parsed_head(self, text: bytes | None) -> PolicyVersion | None:
-        if text is None:
-            return None
-        try:
-            found = json.loads(text)
-            return PolicyVersion(int(found["epoch"]), int(found["version"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ManifestError(f"the head of run {self._keys.run!r} is not readable: {error}") from error
-
     def _get(self, key: str) -> bytes | None:
-        value: bytes | None = self._guard.repeat(lambda: self._client.get(key))
-        return value
+        return text_of(self._guard.repeat(lambda: self._client.get(key)), key)
 
 
 def _head_text(policy: PolicyVersion) -> str:

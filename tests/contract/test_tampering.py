@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from redis import exceptions
 
 from anabranch.schemas.envelope import Envelope
-from anabranch.schemas.errors import ManifestError
+from anabranch.schemas.errors import DeltaError, ManifestError, StreamUnavailableError
 from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
@@ -143,7 +144,22 @@ def test_a_manifest_injected_by_who_holds_the_redis_has_no_signature(weights, cl
         Verifier(["48075a597e721a156e2e0799de5cc0c5324dc6e7eaf1cdd46250868ec53215dd"]).check(manifest)
 
 
-@pytest.mark.parametrize("text", ["", "x", '{"epoch": 1}', '{"epoch": "a", "version": 1}', "[1, 2]", "null"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        '{"epoch": 1}',
+        '{"epoch": "a", "version": 1}',
+        "[1, 2]",
+        "null",
+        '{"epoch": 1e999, "version": 1}',
+        '{"epoch": 1, "version": -1}',
+        '{"epoch": 1, "version": 1.5}',
+        '{"epoch": 1, "version": 4294967296}',
+        pytest.param("[" * 100_000, id="deep"),
+    ],
+)
 def test_a_head_that_is_not_readable_is_refused(weights, client, keys, text):
     client.set(keys.head, text)
     with pytest.raises(ManifestError, match=r"the head of run .* is not readable"):
@@ -155,6 +171,35 @@ def test_a_foreign_entry_of_the_index_is_refused(weights, client, keys, member):
     client.zadd(keys.weight_index, {member: 2**32 + 3})
     with pytest.raises(ManifestError, match="not an entry of the weight index"):
         weights.index()
+
+
+@pytest.mark.parametrize("reply", [7, [b"one"], {b"a": b"b"}, None, True], ids=str)
+def test_replies_of_another_shape_end_as_an_error_with_a_name(weights, client, monkeypatch, reply):
+    """A region's Redis may be anybody's: a reply that no Redis gives must not look like a mistake of our own."""
+    for command in ("get", "mget", "zrangebyscore"):
+        monkeypatch.setattr(client, command, lambda *_, **__: reply)
+    for read in (weights.head, weights.index, lambda: read_back(weights), lambda: weights.blobs.get("0" * 64, 3)):
+        if (reply, read) != (None, weights.head):  # that is a channel without a version
+            with pytest.raises((ManifestError, DeltaError)):
+                read()
+
+
+def test_who_does_not_speak_redis_is_a_server_that_cannot_be_reached(weights, client, monkeypatch):
+    def get(*_):
+        raise exceptions.InvalidResponse("Protocol Error: b'HTTP/1.1 400 Bad Request'")
+
+    monkeypatch.setattr(client, "get", get)
+    with pytest.raises(StreamUnavailableError, match="does not speak Redis"):
+        weights._guard.once(lambda: client.get("x"))
+
+
+@pytest.mark.parametrize("field", ["published_ms", "learner_step", "full_bytes", "changed_elements"])
+def test_numbers_that_no_state_has_are_refused(weights, client, keys, field):
+    """They would overflow the header of the node's mirror."""
+    key = keys.manifest(1, 3, "delta")
+    client.set(key, json.dumps({**json.loads(client.get(key)), field: 2**64}))
+    with pytest.raises(ManifestError, match="not a weight manifest"):
+        read_back(weights)
 
 
 def test_an_altered_layout_is_refused(weights, client, keys):

@@ -94,6 +94,9 @@ def test_it_names_its_states_and_its_size() -> None:
         {"chunks": ({"digest": HEX, "size_bytes": 1},)},
         {"signature": {"key": BLOB}},
         {"signature": {"key": BLOB, "signature": BLOB}},
+        {"published_ms": 2**63},
+        {"full_bytes": 2**63},
+        {"fork_version": 2**32},
         {"surprise": 1},
     ],
 )
