@@ -1,8 +1,8 @@
 """A slow link to measure over: two network namespaces of this machine and a delayed, rate-limited link between them.
 
 Invariant: namespaces, link and every process started through `run` are gone when the context ends, also after an error;
-nothing else of the machine's network is touched, and a process killed with SIGKILL takes its link and children along
-(the two empty namespaces stay). Held by tests/process/test_slow_link.py.
+nothing else of the machine's network is touched. A process killed with SIGKILL takes its link and children along; the two
+empty namespaces that it leaves go when the next link is made. Held by tests/process/test_slow_link.py.
 
 Needs root, `ip` (iproute2) and a program that makes the link, called as
     PROGRAM NS_A IP_A NS_B IP_B --delay-ms D --rate-mbit R --loss P --queue-ms Q --seconds S
@@ -16,6 +16,7 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -83,6 +84,7 @@ class SlowLink:
         if lacking := why_not(self._program):
             raise ConfigError(f"no slow link: {lacking}")
         try:
+            _remove_left_behind()
             for side in SIDES:
                 _ip("netns", "add", self.namespaces[side])
                 self._made.append(self.namespaces[side])
@@ -183,6 +185,15 @@ class SlowLink:
         self._children, self._link = [], None
         while self._made:
             _ip("netns", "del", self._made.pop())
+
+
+def _remove_left_behind() -> None:
+    """Namespaces of ours whose process is gone."""
+    for name in _ip("netns", "list").split():
+        ours = re.fullmatch(r"ab(\d+)\.\d+[ab]", name)
+        if ours and not Path("/proc", ours[1]).exists():
+            with contextlib.suppress(AnabranchError):  # another process may be doing the same
+                _ip("netns", "del", name)
 
 
 def _set_namespace(fd: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -78,6 +79,22 @@ def test_an_error_inside_leaves_nothing_either() -> None:
     with pytest.raises(ZeroDivisionError):
         fail_inside()
     assert not set(link.namespaces.values()) & namespaces()
+
+
+def test_namespaces_of_a_process_that_was_killed_go_with_the_next_link() -> None:
+    slow_link()  # skips where there are no namespaces
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left, foreign = f"ab{gone.pid}.0a", f"ab{os.getpid()}.x"
+    try:
+        for name in (left, foreign):
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        with slow_link():
+            assert left not in namespaces()
+            assert foreign in namespaces()
+    finally:
+        for name in {left, foreign} & namespaces():
+            subprocess.run(["ip", "netns", "del", name], check=True)
 
 
 def test_two_links_do_not_meet() -> None:
