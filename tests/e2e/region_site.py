@@ -1,4 +1,4 @@
-"""One site of test_region_replica.py in a process of its own: `python region_site.py ROLE CONFIG.toml`.
+"""One site of test_region_bytes.py in a process of its own: `python region_site.py ROLE CONFIG.toml`.
 
 Object stores open their sockets on threads of a process-wide runtime, so a site is a process inside its namespace. Commands
 come on stdin, one a line; every answer is one line of JSON.
