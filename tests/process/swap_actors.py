@@ -54,7 +54,7 @@ LEASE_MS = 2_000
 RETAIN_BYTES = 6 * 2**20
 IDLE_S = 0.005
 
-_FILES = (
+_SWAP = (
     "producers/engine.py",
     "worker_updates.py",
     "weight_transfer.py",
@@ -62,10 +62,12 @@ _FILES = (
     "swapper.py",
     "weight_follower.py",
 )
+_LETTING_GO = ("weight_follower.py", "node_mirror.py", "mirror_lock.py", "producers/engine.py")
 weight_actors.PLACES |= {  # as there: files, and functions in them
     "prepare": (("staging.py", "update_message.py", "worker_updates.py"), ()),
     "write": (("staging.py", "weight_transfer.py", "worker_updates.py"), ("write", "finish_weight_update")),
-    "swap": (_FILES, ("turn", "hold", "swap", "write", "_forget_kv", "_restart_waiting", "confirm", "_let_go")),
+    "swap": (_SWAP, ("turn", "hold", "swap", "write", "_forget_kv", "_restart_waiting", "confirm", "_let_go")),
+    "finish": (_LETTING_GO, ("_forget_kv", "_restart_waiting", "_start", "confirm", "_let_go", "let_go", "unlock")),
 }
 
 
