@@ -1,8 +1,9 @@
 """Locks between the processes of a node, which the kernel drops when their holder dies.
 
 Invariant: a lock is an flock on an open file description of its own, so it ends with `unlock`, `close` or the process,
-whichever comes first; waiting for one has a deadline, and who gives up names the process that holds it. Held by
-tests/unit/producers/test_mirror_lock.py.
+whichever comes first. A child made by fork alone shares that description and would keep the lock of a dead parent for
+ever: it gives its copies up at once. Waiting for a lock has a deadline, and who gives up names the process that holds it.
+Held by tests/unit/producers/test_mirror_lock.py.
 """
 
 from __future__ import annotations
@@ -10,13 +11,35 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from anabranch.schemas.errors import DeadlineError
 
 POLL_S = 0.002  # a holder is done within milliseconds, and flock itself cannot wait with a deadline
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+_OPEN: weakref.WeakSet[Closes] = weakref.WeakSet()
+
+
+def close_in_children(descriptors: Closes) -> None:
+    """A child made by fork closes its copies of `descriptors` (which unlocks nothing) before it runs anything."""
+    _OPEN.add(descriptors)
+
+
+def _after_fork() -> None:
+    for descriptors in list(_OPEN):
+        descriptors.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class FileLock:
@@ -26,6 +49,7 @@ class FileLock:
     def __init__(self, path: str | Path, what: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._what = what
+        close_in_children(self)
 
     def try_lock(self, *, shared: bool = False) -> bool:
         """Take it if it is free (or, `shared`, not held exclusively). Converts a lock that is held already."""

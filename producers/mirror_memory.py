@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.producers.mirror_lock import close_in_children
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
@@ -86,8 +87,9 @@ class MirrorMemory:
     def __init__(self, layout: Layout, control: int, image: int) -> None:
         """Takes over the two descriptors."""
         self.descriptors = control, image
+        close_in_children(self)  # one that outlives us would keep the memory, unlisted
         sums_bytes = 16 * len(layout.tensors)
-        flat = np.frombuffer(mmap.mmap(control, PAGE + max(1, sums_bytes)), np.uint8)
+        flat = np.frombuffer(mmap.mmap(control, _control_bytes(layout)), np.uint8)
         self.header: Any = flat[: HEADER.itemsize].view(HEADER)
         self.sums: NDArray[np.uint64] = flat[PAGE : PAGE + sums_bytes].view(np.uint64).reshape(-1, 2)
         self._map = mmap.mmap(image, _image_bytes(layout))
@@ -100,7 +102,7 @@ class MirrorMemory:
     def make(cls, layout: Layout, run: str) -> MirrorMemory:
         """Zero-filled, EMPTY."""
         control = os.memfd_create("anabranch-control", os.MFD_CLOEXEC)
-        os.ftruncate(control, PAGE + max(1, 16 * len(layout.tensors)))
+        os.ftruncate(control, _control_bytes(layout))
         image = os.memfd_create("anabranch-image", os.MFD_CLOEXEC)
         os.ftruncate(image, _image_bytes(layout))  # pages that nobody writes take no memory
         memory = cls(layout, control, image)
@@ -123,7 +125,8 @@ class MirrorMemory:
         except BaseException:
             os.close(control)
             raise
-        if os.fstat(control).st_size >= HEADER.itemsize and os.fstat(image).st_size == _image_bytes(layout):
+        sizes = os.fstat(control).st_size, os.fstat(image).st_size
+        if sizes == (_control_bytes(layout), _image_bytes(layout)):
             raw: Any = np.frombuffer(os.pread(control, HEADER.itemsize, 0), HEADER)
             found = os.fstat(image)
             said = raw["magic"][0], raw["layout_hash"][0], raw["run"][0], raw["image_device"][0], raw["image_inode"][0]
@@ -183,6 +186,11 @@ class MirrorMemory:
     def __del__(self) -> None:
         if hasattr(self, "descriptors"):
             self.close()
+
+
+def _control_bytes(layout: Layout) -> int:
+    """Header and sums."""
+    return PAGE + max(1, 16 * len(layout.tensors))
 
 
 def _image_bytes(layout: Layout) -> int:

@@ -79,18 +79,19 @@ def find_or_make(
             for holder in living:
                 try:
                     memory = adopt(*holder.paths) if found is None else found
-                except PermissionError as error:
+                except (FileNotFoundError, ProcessLookupError):  # it closed that descriptor, or ended meanwhile
+                    continue
+                except OSError as error:  # not allowed, or this process has no descriptors left: it may well hold it
                     hidden = error
                     kept.append(holder)
-                    continue
-                except OSError:  # it has closed that descriptor, or ended meanwhile
                     continue
                 if memory is not None:
                     found = memory
                     kept.append(holder)
             if found is None and hidden is not None:
                 raise NotShared(
-                    f"the memory of a living process cannot be opened ({hidden}): is /proc mounted hidepid?"
+                    f"the memory of a living process cannot be opened ({hidden}); see the limit of open files, and whether "
+                    "/proc is mounted hidepid"
                 )
             memory = found or make()
             _write(node_dir / f"{name}.holders", [*kept, Holder(os.getpid(), *memory.descriptors)])

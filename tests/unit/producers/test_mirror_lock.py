@@ -69,3 +69,20 @@ def test_a_stopped_holder_blocks_for_the_deadline_and_a_dead_one_not_at_all(
         pass
     assert FileLock(path, "it").try_lock(), "held lets go at the end"
     lock.close()
+
+
+def test_a_forked_child_keeps_no_lock_of_its_dead_parent(path: Path) -> None:
+    """A worker that an engine forks outlives a kill -9 of its parent for a while."""
+    lock = FileLock(path, "it")
+    assert lock.try_lock()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(1)
+    try:
+        assert not FileLock(path, "it").try_lock(), "the child unlocks nothing"
+        lock.close()  # as the death of this process would
+        FileLock(path, "it").lock(deadline_s=10)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -67,11 +68,13 @@ def test_holders_that_are_gone_or_hold_something_else_are_swept(folder: Path) ->
     assert holders(folder) == [{"pid": os.getpid(), "control": made.descriptors[0], "image": 9}]
 
 
-def test_a_living_holder_that_cannot_be_opened_means_no_sharing(folder: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ENOMEM])
+def test_a_living_holder_that_cannot_be_opened_means_no_sharing(folder: Path, number: int) -> None:
+    """Nor a second memory that others would find: it may well hold the one that there is."""
     find(folder)
 
     def closed(control: str, image: str) -> Memory | None:
-        raise PermissionError(13, "Permission denied", control)
+        raise OSError(number, os.strerror(number), control)
 
     with pytest.raises(NotShared, match="hidepid"):
         find_or_make(folder, NAME, closed, lambda: Memory("made"))
@@ -97,3 +100,15 @@ def test_another_users_folder_is_refused(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(NotShared, match="folder of this user"):
         check_folder(folder)
+
+
+def test_a_holder_that_has_ended_but_was_not_waited_for_counts_as_gone(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    zombie = subprocess.Popen([sys.executable, "-I", "-c", ""], stdout=subprocess.PIPE)
+    assert zombie.stdout is not None
+    zombie.stdout.read()
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    (folder / f"{NAME}.holders").write_text(json.dumps({"pid": zombie.pid, "control": 0, "image": 1}))
+    assert find(folder)[0].content == "made"
+    zombie.wait()
+    zombie.stdout.close()
