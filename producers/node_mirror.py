@@ -144,6 +144,16 @@ class NodeMirror:
                     return
             self._empty()
 
+    def distrust(self) -> bool:
+        """With the turn, after an update that did not fit: is the image what the header says? If not (memory that failed,
+        a stray write), it is of no version from now on, and True is returned. Raises DeadlineError as `advance`."""
+        content = self.content()
+        if content is None or self.digest() == content.digest:
+            return False
+        with self._writing.held(deadline_s=IMAGE_DEADLINE_S):
+            self._empty()
+        return True
+
     def advance(
         self, manifest: Manifest, changes: Sequence[TensorChange], *, path: Sequence[str], path_bytes: int
     ) -> None:

@@ -2,8 +2,9 @@
 
 Invariant: every manifest on the way leaves the mirror at a version whose digest was checked. What is broken (a manifest
 missing or forged, a chunk that stays bad, a wrong digest) is left out and the rest planned anew from where the mirror is, so
-the last resort is an anchor. The next manifests' chunks are fetched while one is decoded. Held by
-tests/unit/producers/test_weight_follower.py.
+the last resort is an anchor. When an update does not fit because the mirror itself was damaged, that is found out and the
+mirror begins anew. The next manifests' chunks are fetched while one is decoded. Held by
+tests/unit/producers/test_weight_follower.py and tests/unit/producers/test_weight_advance.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from anabranch.transport.weight_channel import Named
 from anabranch.transport.weight_path import State
 
 LEASE_WAIT_S = 5.0  # before the first fetch, so that retention knows of it
+LEASE_TRIES = 3  # a second look needs an older version than the first at most when the channel is dropping much
 MAX_DETOURS = 16  # broken manifests of one attempt
 
 
@@ -34,6 +36,9 @@ class Advancer:
     ) -> None:
         self._mirror, self._planner, self._fetcher = mirror, planner, fetcher
         self._workers, self._leases = workers, leases
+        self._way: list[str] = []  # what was applied on the way to the head, and its bytes
+        self._way_bytes = 0
+        self._told: set[Named] = set()
         self._log = structlog.get_logger()
 
     def advance_to(self, head: PolicyVersion) -> None:
@@ -46,42 +51,63 @@ class Advancer:
                 let go of the mirror; what was reached until then stays.
         """
         self._mirror.recover()
+        self._way, self._way_bytes = [], 0
         broken: dict[Named, Exception] = {}
         while True:
             content = self._mirror.content()
             if content is not None and content.policy >= head:
+                self._told.clear()
                 return
             have = None if content is None else State(content.policy, content.digest)
             try:
-                self._follow(self._planner.plan(have, head, broken), head)
+                self._follow(self._plan(have, head, broken), head)
             except Unusable as error:
                 broken |= error.broken
-                self._log.warning("weights refused; looking for another path", head=str(head), error=str(error))
+                self._tell(head, error)
                 if len(broken) > MAX_DETOURS:
                     raise ManifestError(f"too much on the way to weights {head} is broken: {error}") from error
+
+    def _plan(self, have: State | None, head: PolicyVersion, broken: dict[Named, Exception]) -> Plan:
+        """A plan whose versions are leased. Retention may have acted between the look at the index and the lease, so who
+        has moved its lease back looks again."""
+        plan = self._planner.plan(have, head, broken)
+        for _ in range(LEASE_TRIES):
+            if self._leases is None or plan.needs is None:
+                break
+            if not self._leases.protect(plan.needs, wait_s=LEASE_WAIT_S):
+                break
+            plan = self._planner.plan(have, head, broken)
+        return plan
+
+    def _tell(self, head: PolicyVersion, error: Unusable) -> None:
+        """Into the log, each manifest once: the attempt comes again every few seconds."""
+        if error.broken.keys() - self._told:
+            self._log.warning("weights refused; looking for another path", head=str(head), error=str(error))
+        self._told |= error.broken.keys()
 
     def _follow(self, plan: Plan, head: PolicyVersion) -> None:
         mirror = self._mirror
         mirror.set_goal(head)
         if plan.same_state is not None:
-            mirror.rename(plan.same_state, path=plan.path)
-        if self._leases is not None and plan.needs is not None:
-            self._leases.protect(plan.needs, wait_s=LEASE_WAIT_S)
-        done_bytes = 0
+            mirror.rename(plan.same_state, path=[*self._way, *plan.path])
         with contextlib.closing(self._fetcher.in_order(plan.manifests)) as fetched:
             for manifest in plan.manifests:
                 try:
                     _, chunks = next(fetched)
-                    done_bytes += manifest.payload_bytes
-                    self._apply(manifest, chunks, plan.path, done_bytes)
+                    self._apply(manifest, chunks)
                 except (DeltaError, ManifestError) as error:
+                    if mirror.distrust():
+                        self._log.error("this node's copy of the weights was damaged; it begins anew", error=str(error))
+                        return
                     raise Unusable({(manifest.policy, manifest.label): error}) from error
                 mirror.note_progress()
 
-    def _apply(self, manifest: Manifest, chunks: list[bytes], path: tuple[str, ...], path_bytes: int) -> None:
+    def _apply(self, manifest: Manifest, chunks: list[bytes]) -> None:
         mirror = self._mirror
+        way, way_bytes = [*self._way, f"{manifest.label} {manifest.policy}"], self._way_bytes + manifest.payload_bytes
         if manifest.base is None:
-            mirror.rebuild(manifest, chunks, path=path, path_bytes=path_bytes)
+            mirror.rebuild(manifest, chunks, path=way, path_bytes=way_bytes)
         else:
             changes = decode(mirror.layout, chunks, mirror.bits, self._workers)
-            mirror.advance(manifest, changes, path=path, path_bytes=path_bytes)
+            mirror.advance(manifest, changes, path=way, path_bytes=way_bytes)
+        self._way, self._way_bytes = way, way_bytes

@@ -3,8 +3,9 @@
 Invariant: what `hold` hands out is a version whose digest was checked against its manifest, and the mirror does not change
 until `confirm` or `reject`; the version served is only what `confirm` was told. Of a node's followers one at a time fetches,
 the others see the mirror move. Whatever fails leaves the engine on its old version, is visible in `last_error`, and is tried
-again: a broken chunk alone, then a path around its manifest, in the end an anchor. A head older than what is served is
-refused. Held by tests/unit/producers/test_weight_follower.py and tests/process/test_weight_kills.py.
+again: a broken chunk alone, then a path around its manifest, in the end an anchor. A head older than what is served, or, at
+the start, older than the hub's, is refused. A configuration that cannot work ends the producer before it serves anything,
+not after (a server's refusal may pass). Held by tests/unit/producers/test_weight_follower.py and tests/process/test_weight_kills.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from anabranch.transport.weight_channel import WeightChannel
 
 RETRY_FIRST_S = 0.2
 RETRY_LAST_S = 5.0
+HEAD_WAIT_S = 5.0  # for the hub to say what its head is; without an answer the channel's is taken
 TURN_DEADLINE_S = 60.0  # without any progress, of the process that fetches for this node
 
 
@@ -82,6 +84,7 @@ class WeightFollower:
         self._confirmed: Staged | None = None
         self._refused: tuple[int, int, float] = (0, 0, 0.0)  # seq, times, not to be offered again before
         self._seen_progress: tuple[tuple[int, int], float] = ((0, 0), 0.0)
+        self._oldest: PolicyVersion | None = None  # that may be started from
         self._fatal: Exception | None = None
         self._swap_error = self._follow_error = ""
         self.state = FollowerState.POLLING
@@ -90,7 +93,7 @@ class WeightFollower:
 
     @property
     def last_error(self) -> str:
-        return self._swap_error or self._follow_error
+        return self._swap_error or self._follow_error or (self._leases.error if self._leases else "")
 
     @property
     def fetched_bytes(self) -> int:
@@ -117,7 +120,7 @@ class WeightFollower:
 
     def staged(self, *, wait_s: float = 0.0) -> Staged | None:
         """What could be swapped in now, if anything; it may be superseded until it is held. Raises what following has
-        failed of for good: a ConfigError, or a mistake of our own."""
+        failed of for good: a ConfigError before anything was served, or a mistake of our own."""
         if wait_s:
             self._ready.wait(wait_s)
         with self._lock:
@@ -181,6 +184,8 @@ class WeightFollower:
                 "behind, or a hub restored from a backup; it is not followed"
             )
         content = self.mirror.content()
+        if confirmed is None:
+            self._check_start(head if content is None else max(head, content.policy))
         if content is None or content.policy < head:
             self._move(head)
             content = self.mirror.content()
@@ -191,6 +196,17 @@ class WeightFollower:
         if self._leases is not None:
             self._leases.protect(content.policy)
         return self._make_offer(content)
+
+    def _check_start(self, reach: PolicyVersion) -> None:
+        """Nothing is served yet, so nothing tells an old head from a new one, and a head bears no signature: what this
+        producer starts from is not older than what the hub had when it began. Raises ManifestError."""
+        if self._leases is not None and self._oldest is None:
+            self._oldest = self._leases.hub_head(wait_s=HEAD_WAIT_S)
+        if self._oldest is not None and reach < self._oldest:
+            raise ManifestError(
+                f"the channel's head is {reach} here, and was {self._oldest} on the hub already when this producer began: "
+                "a replica that has not caught up, or shows old weights; nothing is started from it"
+            )
 
     def _move(self, head: PolicyVersion) -> None:
         if not self.mirror.try_turn():
@@ -260,10 +276,10 @@ class WeightFollower:
             try:
                 self.poll_once()
                 failures, self._follow_error = 0, ""
-            except ConfigError as error:
-                self._fail(error)
-                return
             except AnabranchError as error:
+                if isinstance(error, ConfigError) and self._confirmed is None:
+                    self._fail(error)
+                    return
                 if str(error) != self._follow_error:
                     self._log.warning("weights not fetched; the old version goes on serving", error=str(error))
                 self._follow_error = str(error)

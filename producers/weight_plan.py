@@ -21,6 +21,9 @@ from anabranch.transport.weight_channel import Named, WeightChannel
 from anabranch.transport.weight_path import State, cheapest_path
 
 SHOWN = 3  # of what is broken, in a message
+MOST_AT_ONCE = (
+    64  # manifests read for one plan: a large one has thousands of chunks; what is beyond is planned from there
+)
 Check = Callable[[Manifest], None]  # raises ManifestError
 
 
@@ -40,7 +43,7 @@ class AnotherState(ManifestError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Manifests to apply in order. `same_state`: they are none, since the weights at hand are the head's already: this
+    """Manifests to apply in order: the way to the head, or its first `MOST_AT_ONCE`. `same_state`: they are none, since the weights at hand are the head's already: this
     manifest says so."""
 
     manifests: tuple[Manifest, ...]
@@ -66,7 +69,7 @@ class Planner:
         self._most_bytes = layout.payload_bytes * 5 // 4 + 64 * len(layout.tensors) + 2**20
 
     def plan(self, have: State | None, head: PolicyVersion, broken: Mapping[Named, Exception]) -> Plan:
-        """The cheapest path from `have` to `head` around the manifests in `broken`.
+        """The cheapest path from `have` to `head`, or its beginning, around the manifests in `broken`.
 
         Raises:
             ManifestError: the channel offers no path (retention or a commit may be under way: ask again later).
@@ -95,7 +98,7 @@ class Planner:
         if path is None:
             return None
         if path:
-            return Plan(tuple(self._read(path, have, holds_nothing=have is None)))
+            return Plan(tuple(self._read(path[:MOST_AT_ONCE], have, holds_nothing=have is None)))
         assert have is not None
         return Plan((), self._same_state(entries, have, head))
 

@@ -24,6 +24,11 @@ class Hub:
                 raise StreamUnavailableError("gone")
             self.calls.append((holder, policy))
 
+    def head(self) -> PolicyVersion | None:
+        if self.away:
+            raise StreamUnavailableError("gone")
+        return PolicyVersion(1, 7)
+
     def release(self, holder: str) -> None:
         self.released.append(holder)
 
@@ -72,8 +77,9 @@ def test_a_hub_that_is_away_holds_nobody_up_and_is_told_when_it_is_back() -> Non
     leases = keeper(hub, lease_ms=60)
     leases.protect(PolicyVersion(1, 5), wait_s=0.05)
     hub.wait(lambda: "gone" in leases.error)
+    leases.protect(PolicyVersion(1, 5), wait_s=600)  # known to be away: not waited for
     hub.away = False
-    leases.protect(PolicyVersion(1, 5), wait_s=10)
+    hub.wait(lambda: bool(hub.calls))
     assert hub.calls[0] == ("p", PolicyVersion(1, 5))
     leases.close()
     assert leases.error == ""
@@ -83,3 +89,35 @@ def test_without_a_version_nothing_is_leased() -> None:
     hub = Hub()
     keeper(hub).close()
     assert (hub.calls, hub.released) == ([], [])
+
+
+def test_what_is_older_is_told_and_reported_once() -> None:
+    hub = Hub()
+    leases = keeper(hub)
+    assert leases.protect(PolicyVersion(1, 5), wait_s=10)
+    assert not leases.protect(PolicyVersion(1, 9), wait_s=10)
+    assert leases.protect(PolicyVersion(1, 3), wait_s=10)
+    leases.close()
+
+
+def test_the_hubs_head_is_asked_for_without_a_lease() -> None:
+    hub = Hub()
+    leases = keeper(hub)
+    assert leases.hub_head(wait_s=10) == PolicyVersion(1, 7)
+    hub.away = True
+    assert leases.hub_head(wait_s=10) is None
+    leases.close()
+    assert leases.hub_head(wait_s=10) is None, "a thread that has ended answers nothing and is not waited for"
+    assert hub.calls == []
+
+
+def test_a_mistake_in_the_thread_shows_and_does_not_end_it() -> None:
+    hub = Hub()
+    leases = keeper(hub, lease_ms=60)
+    hub.lease, works = lambda *_, **__: {}["a bug"], hub.lease  # type: ignore[assignment,func-returns-value]
+    assert not leases.protect(PolicyVersion(1, 5), wait_s=10), "nor is it waited for"
+    assert "a bug" in leases.error
+    hub.lease = works  # type: ignore[method-assign]
+    hub.wait(lambda: bool(hub.calls))
+    leases.close()
+    assert leases.error == ""
