@@ -94,6 +94,13 @@ class HubLink:
             return ready
 
     @property
+    def wants_policy(self) -> PolicyVersion | None:
+        """The lowest version that a granted permit asks for, when what is served is older than all of them ask for."""
+        with self._lock:
+            asked = min((p.min_policy for p in self._granted), default=None)
+            return asked if asked is not None and self._serving is not None and asked > self._serving else None
+
+    @property
     def evaluation_waits(self) -> bool:
         """A shard was granted and waits for the engine to be free: start nothing else before it."""
         with self._lock:

@@ -268,4 +268,7 @@ class RolloutLoop:
             return "running requests to end before the next weights"
         if self._outbox.error:
             return f"region {self._region}: {len(self._outbox)} groups to append"
-        return "permits" if self.state is ProducerState.IDLE else ""
+        if self.state is ProducerState.IDLE:
+            wanted = self._link.wants_policy
+            return "permits" if wanted is None else f"weights {wanted} or newer, which the permits at hand ask for"
+        return ""

@@ -138,6 +138,10 @@ class Swapper:
 
     def _refused(self, staged: Staged, error: AnabranchError) -> None:
         self._held = None
-        self.error = f"swap to {staged.policy} refused: {error}"
-        self._log.error("swap refused; the old version goes on serving", policy=str(staged.policy), error=str(error))
+        said = f"swap to {staged.policy} refused: {error}"
+        if said != self.error:  # it is tried again every few seconds
+            self._log.error(
+                "swap refused; the old version goes on serving", policy=str(staged.policy), error=str(error)
+            )
+        self.error = said
         self._follower.reject(staged, str(error))

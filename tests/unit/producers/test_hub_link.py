@@ -88,9 +88,12 @@ def test_a_permit_waits_until_the_version_it_asks_for_is_served() -> None:
     link = lab.link()
     assert granted(lab, link, 8) == [0, 1, 2, 3]
     lab.permits.advance(1)
+    assert link.wants_policy is None
     link.turn()
     assert taken(link) == []
+    assert link.wants_policy == V1, "weights that stay old (a replica that shows an old head) have a reason to be seen"
     link.want(8, V1)
+    assert link.wants_policy is None
     assert taken(link) == [4, 5, 6, 7]
 
 

@@ -71,6 +71,7 @@ class World:
             verification=None,
             error="",
             lost=lambda: set(),
+            wants_policy=None,
         )
         prompts = SimpleNamespace(training=lambda index: (None, [1, 2, 3]))
         config = RunConfig.model_validate({"producer": {"kv_policy": kv_policy, "groups_in_flight": 2}})
@@ -120,6 +121,8 @@ def test_its_state_says_whether_it_samples_or_idles() -> None:
     world.link.take = lambda n: []
     world.loop.turn()
     assert (world.loop.state, world.loop.status().waiting_for) == (ProducerState.IDLE, "permits")
+    world.link.wants_policy = PolicyVersion(2, 9)
+    assert world.loop.status().waiting_for == "weights e2.v9 or newer, which the permits at hand ask for"
     world.engine.has_unfinished = True
     world.loop.turn()
     assert (world.loop.state, world.loop.status().waiting_for) == (ProducerState.SAMPLING, "")

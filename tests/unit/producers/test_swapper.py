@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from anabranch.producers.engine import EngineState, SwapReport
 from anabranch.producers.swapper import Swapper
@@ -122,6 +123,16 @@ def test_with_kv_kept_nothing_settles() -> None:
     swapper, engine, _ = build()
     engine.has_unfinished = True
     assert not swapper.settling
+
+
+def test_a_swap_that_is_refused_again_and_again_is_logged_once() -> None:
+    swapper, engine, _ = build()
+    engine.error = DeltaError("an index is out of range")
+    with capture_logs() as logs:
+        for _ in range(3):
+            swapper.turn()
+    assert len(logs) == 1
+    assert engine.prepared + engine.swapped == 0
 
 
 def test_a_refused_swap_leaves_the_old_version_serving_and_says_why() -> None:
