@@ -16,7 +16,9 @@ Hub Redis (weights, permits, status):
     ab:{run}:layout:HASH       string   JSON layout
     ab:{run}:blob:DIGEST       string   payload chunk
     ab:{run}:blobrefs          hash     DIGEST -> manifests that name it
-    ab:{run}:garbage           zset     DIGEST -> when it may be deleted from the object store (Unix ms)
+    ab:{run}:garbage           zset     DIGEST -> when it may be deleted from the object store (Unix ms); of chunks in
+                                        Redis those that were put again while a manifest named them, until they are
+                                        committed or dropped
     ab:{run}:index             zset     entries of schemas/weight_index.py, score E·2^32 + V
     ab:{run}:share:E:V:LABEL   hash     rank -> what that rank has stored of a manifest (expires)
     ab:{run}:wleases           hash     holder -> "E:V" it may still need

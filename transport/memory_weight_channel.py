@@ -61,7 +61,7 @@ class MemoryWeightChannel:
         self._store = store
         self._outside = blobs
         self._grace_ms = grace_ms
-        self._blobs: BlobStore = store.blobs if blobs is None else AnnouncedBlobs(blobs, self._announce)
+        self._blobs: BlobStore = AnnouncedBlobs(store.blobs if blobs is None else blobs, self._announce)
 
     @property
     def blobs(self) -> BlobStore:
@@ -90,6 +90,10 @@ class MemoryWeightChannel:
     def shares(self, policy: PolicyVersion, label: str) -> dict[int, str]:
         with self._store.lock:
             return dict(self._store.shares.get((policy, label), {}))
+
+    def drop_shares(self, policy: PolicyVersion, label: str) -> None:
+        with self._store.lock:
+            self._store.shares.pop((policy, label), None)
 
     def commit(self, manifest: Manifest) -> None:
         store = self._store
@@ -217,7 +221,8 @@ class MemoryWeightChannel:
             if store.references[digest] <= 0:
                 del store.references[digest]
                 if self._outside is None:
-                    store.blobs.delete([digest])
+                    if store.garbage.pop(digest, 0) <= store.clock_ms():  # else it was put again, for another manifest
+                        store.blobs.delete([digest])
                 else:
                     store.garbage[digest] = max(store.clock_ms() + self._grace_ms, store.garbage.get(digest, 0))
 
@@ -238,6 +243,8 @@ class MemoryWeightChannel:
 
     def _announce(self, digest: str) -> bool:
         with self._store.lock:
+            if self._outside is None and self._store.references[digest] <= 0:
+                return True
             now, score = self._store.clock_ms(), self._store.garbage.get(digest, 0)
             if score < 0 and now + score < CLAIM_MS:
                 return False

@@ -1,7 +1,8 @@
 """`BlobStore` over plain Redis keys: for models whose weights the hub can hold.
 
-Invariant: that of `blob_store.py`. A chunk that no manifest names expires `UNCOMMITTED_TTL_MS` after it was last put;
-the commit of a manifest takes the expiry away. Reads need no more than a replica.
+Invariant: that of `blob_store.py`. A chunk that no manifest names expires `UNCOMMITTED_TTL_MS` after it was last put, also
+when those that named it are dropped between the put and the commit; the commit of a manifest takes the expiry away. Reads
+need no more than a replica.
 Held by tests/contract/test_blob_store.py and tests/contract/test_weight_channel.py.
 """
 
@@ -16,6 +17,7 @@ import redis
 
 from anabranch.schemas.errors import BackpressureError
 from anabranch.schemas.keys import Keys
+from anabranch.transport import scripts
 from anabranch.transport.blob_store import BlobInfo, blob_digest, checked_blob
 from anabranch.transport.redis_client import Guard
 
@@ -32,6 +34,7 @@ class RedisBlobStore:
         self._keys = keys
         self._what = what
         self._guard = Guard(client, what)
+        self._put_again = scripts.load(client, "weights_put_again")
 
     def put(self, payload: bytes) -> str:
         digest = blob_digest(payload)
@@ -40,11 +43,8 @@ class RedisBlobStore:
         def call() -> bool:
             if self._client.set(key, payload, nx=True, px=UNCOMMITTED_TTL_MS):
                 return True
-            # Written again, because what is there may have been damaged; a committed chunk stays without expiry.
-            if not self._client.set(key, payload, xx=True, keepttl=True):
-                return False  # it expired just now
-            self._client.pexpire(key, UNCOMMITTED_TTL_MS, xx=True)
-            return True
+            keys = [key, self._keys.garbage]
+            return bool(self._put_again(keys=keys, args=[digest, payload, UNCOMMITTED_TTL_MS]))  # 0: it went just now
 
         for _ in range(3):
             if self._guard.repeat(call):

@@ -8,7 +8,7 @@ import pytest
 
 from anabranch.schemas.errors import DeltaError, ManifestError
 from anabranch.transport.retry import wait_until
-from anabranch.transport.weight_retention import retain
+from anabranch.transport.weight_retention import held_bytes, retain
 from tests.contract.weight_worlds import chain, describe, digest_of, entry, publish, shown, v
 
 
@@ -133,6 +133,22 @@ def test_chunks_go_with_the_last_manifest_that_names_them(world):
         channel.blobs.get(first.chunks[0].digest, 6)
 
 
+def test_a_chunk_put_again_outlives_the_drop_of_who_named_it_until_its_commit(world):
+    """A learner that resumes makes the same chunks again, while retention drops the old epoch."""
+    channel = world.open(grace_ms=0)
+    publish(channel, world.run, "anchor", 0, payloads=(b"same again",))
+    publish(channel, world.run, "anchor", 1)
+    manifest = describe(channel, world.run, "delta", 2, payloads=(b"same again",))
+    assert len(channel.drop(channel.index())) == 1
+    channel.collect_garbage()
+    channel.commit(manifest)
+    assert channel.blobs.get(manifest.chunks[0].digest, 10) == b"same again"
+    publish(channel, world.run, "anchor", 3)
+    channel.drop(channel.index())
+    channel.collect_garbage()
+    assert manifest.chunks[0].digest not in world.chunks(), "once it was committed it goes with its manifest"
+
+
 def test_chunks_outside_are_kept_for_a_grace(world):
     channel = world.open()
     chain(channel, world.run, 0)
@@ -159,11 +175,11 @@ def test_a_commit_takes_a_chunk_out_of_the_garbage(world):
 
 
 def test_retention_comes_down_to_its_budget_and_names_who_holds_it_up(world, channel):
-    size = sum(e.payload_bytes for e in channel.index())
+    size = held_bytes(channel.index())
     oldest = channel.index()[:2]
     done = retain(channel, size - 1)
     assert done.dropped == oldest[:1]
-    assert (done.bytes_before, done.bytes_after) == (size, size - oldest[0].payload_bytes)
+    assert (done.bytes_before, done.bytes_after) == (size, size - held_bytes(oldest[:1]))
     assert done.held_by == []
     channel.lease("slow", v(2), ttl_ms=60_000)
     channel.lease("quick", v(8), ttl_ms=60_000)
@@ -173,5 +189,5 @@ def test_retention_comes_down_to_its_budget_and_names_who_holds_it_up(world, cha
     channel.release("slow")
     done = retain(channel, 0)
     assert done.held_by == []
-    assert done.bytes_after == sum(e.payload_bytes for e in channel.index())
+    assert done.bytes_after == held_bytes(channel.index())
     assert shown(channel.index()) == ["e1.v6 anchor", "e1.v8 delta", "e1.v8 skip2"]

@@ -110,8 +110,8 @@ each_batch(function(batch)
     counted[2 * i] = string.format('%d', (count or 0) + 1)
   end
   redis.call('HSET', references, unpack(counted))
+  redis.call('ZREM', garbage, unpack(batch))
   if prefix == '' then
-    redis.call('ZREM', garbage, unpack(batch))
     return
   end
   for _, key in ipairs(named(batch)) do

@@ -65,19 +65,27 @@ local function release_batch(batch)
     return
   end
   redis.call('HDEL', references, unpack(free))
-  local named, due = {}, string.format('%d', now_ms + grace)
-  for _, digest in ipairs(free) do
-    if blobs ~= '' then
-      named[#named + 1] = blobs .. digest
-    else
+  if blobs == '' then
+    local named, due = {}, string.format('%d', now_ms + grace)
+    for _, digest in ipairs(free) do
       named[#named + 1] = due
       named[#named + 1] = digest
     end
-  end
-  if blobs ~= '' then
-    redis.call('UNLINK', unpack(named))
-  else
     redis.call('ZADD', garbage, 'GT', unpack(named))
+    return
+  end
+  local named = {}
+  for i, due in ipairs(redis.call('ZMSCORE', garbage, unpack(free))) do
+    local left_ms = due and tonumber(due) - now_ms or 0
+    if left_ms > 0 then -- put again lately, see weights_put_again: its commit may be under way
+      redis.call('PEXPIRE', blobs .. free[i], string.format('%d', left_ms))
+    else
+      named[#named + 1] = blobs .. free[i]
+    end
+  end
+  redis.call('ZREM', garbage, unpack(free))
+  if #named > 0 then
+    redis.call('UNLINK', unpack(named))
   end
 end
 
