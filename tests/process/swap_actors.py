@@ -67,6 +67,7 @@ weight_actors.PLACES |= {  # as there: files, and functions in them
     "prepare": (("staging.py", "update_message.py", "worker_updates.py"), ()),
     "write": (("staging.py", "weight_transfer.py", "worker_updates.py"), ("write", "finish_weight_update")),
     "swap": (_SWAP, ("turn", "hold", "swap", "write", "_forget_kv", "_restart_waiting", "confirm", "_let_go")),
+    "scatter": (("node_mirror.py",), ("_scatter",)),
     "finish": (_LETTING_GO, ("_forget_kv", "_restart_waiting", "_start", "confirm", "_let_go", "let_go", "unlock")),
 }
 

@@ -34,7 +34,7 @@ VICTIMS = 2  # at a time, beside the one that lives
 # Calls that a producer makes of that sort in its first second or so, as powers of ten
 FUSES = {
     "prepare": 3.2, "write": 2.5, "swap": 3.0, "finish": 2.3,
-    "fetch": 2.5, "decode": 3.0, "advance": 2.8, "rebuild": 2.0, "join": 1.5,
+    "fetch": 2.5, "decode": 3.0, "advance": 2.8, "scatter": 2.5, "rebuild": 2.0, "join": 1.5,
 }  # fmt: skip
 IN_SWAP = (Phase.PREPARING, Phase.SWAPPING, Phase.WRITING, Phase.FINISHING)
 WATCHED = (*IN_SWAP, Phase.VERIFYING, Phase.FETCHING, Phase.APPLYING)
