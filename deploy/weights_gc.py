@@ -17,7 +17,7 @@ from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.blob_store import BlobInfo
 from anabranch.transport.weight_channel import Lease, WeightChannel
 from anabranch.transport.weight_path import path_bytes
-from anabranch.transport.weight_retention import retain, surplus
+from anabranch.transport.weight_retention import held_bytes, retain, surplus
 from anabranch.transport.weight_rules import needed
 
 ORPHAN_AGE_S = 3600.0
@@ -36,11 +36,12 @@ class Collected:
 
     @property
     def kept_bytes(self) -> int:
-        return sum(path_bytes(entries) for entries in self.kept.values())
+        """As retention counts them."""
+        return sum(held_bytes(entries) for entries in self.kept.values())
 
 
 def collect(channel: WeightChannel, budget_bytes: int, *, dry_run: bool) -> Collected:
-    """Apply retention under `budget_bytes` of payload. Raises StreamUnavailableError."""
+    """Apply retention under `budget_bytes`. Raises StreamUnavailableError."""
     entries, head, leases, pins = channel.index(), channel.head(), channel.leases(), channel.pins()
     if dry_run:
         gone, deleted = surplus(entries, head, leases, pins, budget_bytes), 0

@@ -98,6 +98,7 @@ class CollectiveEngine:
     def publish(self, publisher: WeightPublisher, version: int) -> float:
         """Have every rank publish its share of the present weights as `version`; returns how long the copying took, and
         the wait for the version before (seconds). Raises as `WeightPublisher.publish`."""
+        publisher.check()  # before the others wait for us in it
         order = publisher.next_order(version)
         self._announce(Op.PUBLISH, order.to_bytes())
         return publisher.publish(order)
@@ -114,7 +115,8 @@ class CollectiveEngine:
 
 
 def follow(engine: LearnerEngine, make_publisher: MakePublisher = _no_publisher) -> None:
-    """What ranks above 0 do: take part in whatever rank 0 announces, until it says stop."""
+    """What ranks above 0 do: take part in whatever rank 0 announces, until it says stop. Raises what this rank's part of
+    publishing has failed with."""
     publisher: WeightPublisher | None = None
     try:
         while True:
@@ -136,6 +138,8 @@ def follow(engine: LearnerEngine, make_publisher: MakePublisher = _no_publisher)
                 assert publisher is not None, "rank 0 opens an epoch first"
                 publisher.publish(PublishOrder.from_bytes(payload))
             else:
+                if publisher is not None:
+                    publisher.check()  # rank 0 may end because of what failed here
                 return
     finally:
         if publisher is not None:

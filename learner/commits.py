@@ -8,9 +8,10 @@ tests/unit/learner/test_commits.py.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,10 +19,11 @@ import structlog
 
 from anabranch.kernels.delta_codec import CODEC
 from anabranch.kernels.digest import NOTHING, Sums, add_sums, digest_of_sums
+from anabranch.learner.compactor import NO_MEMORY
 from anabranch.learner.known_entries import KnownEntries
-from anabranch.learner.publish_order import EpochOpening
+from anabranch.learner.publish_order import AnchorOrder, EpochOpening
 from anabranch.learner.share_record import ShareRecord, read_record
-from anabranch.schemas.errors import DeadlineError, ManifestError, TemporaryError
+from anabranch.schemas.errors import ConfigError, DeadlineError, ManifestError, TemporaryError
 from anabranch.schemas.layout import Layout, root_digest
 from anabranch.schemas.manifest import Base, Kind, Manifest
 from anabranch.schemas.versions import PolicyVersion
@@ -29,6 +31,7 @@ from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.retry import retry_until
 from anabranch.transport.signing import Signer
 from anabranch.transport.weight_channel import WeightChannel
+from anabranch.transport.weight_path import cheapest_path
 
 T = TypeVar("T")
 POLL_S = 0.01
@@ -74,21 +77,22 @@ class Commits:
         self._digests: dict[int, str] = {}  # of versions that a skip can still begin at
         self._waiting: deque[Background] = deque()
         self._known = KnownEntries((), reach=reach)
-        self._anchor_ordered = False
+        self._anchor_ordered, self._next_anchor = False, AnchorOrder.BESIDE
         self._look_at_s = 0.0
 
     def open(self, own: ShareRecord) -> Base | None:
-        """The version on the channel whose state ours is (the epoch begins as its fork), None if there is none. Collects
-        the sums of all shares and leaves the layout."""
+        """The version on the channel whose state ours is (the epoch begins as its fork), None if there is none that who
+        has nothing can reach. Collects the sums of all shares and leaves the layout."""
         self._call(lambda: self._channel.put_layout(self._layout), "to store the layout")
         self._add(self._complete(own))
         version, digest = self._opening.fork_version, self._digest()
         entries = self._call(self._channel.index, "to read the index")
         self._known = KnownEntries(entries, reach=self._reach)
         self._digests[version] = digest
-        here = [e.policy for e in entries if e.digest == digest and e.policy.version == version]
-        older = max((p for p in here if p.epoch < self._opening.epoch), default=None)
-        return None if older is None else Base(epoch=older.epoch, version=older.version, digest=digest)
+        same = {e.policy for e in entries if e.digest == digest and e.policy.version == version}
+        older = sorted((p for p in same if p.epoch < self._opening.epoch), reverse=True)
+        found = next((p for p in older if cheapest_path(entries, None, p)), None)
+        return None if found is None else Base(epoch=found.epoch, version=found.version, digest=digest)
 
     def begin(self, own: ShareRecord, fork: Base | None) -> Manifest:
         """Commit the epoch's first version: `fork`, or the anchor that `own` is a share of."""
@@ -107,13 +111,17 @@ class Commits:
         self._digests.pop(version - LATEST - self._reach - 1, None)
         return self._commit(self._manifest("delta", version, self._base(version - 1), step, records))
 
-    def order_anchor(self) -> bool:
-        """Whether the next version is to get an anchor too; True once, until it is there or given up."""
+    def order_anchor(self) -> AnchorOrder | None:
+        """Whether the next version is to get an anchor too; once, until it is there or given up."""
         head = max(self._digests)
         if self._anchor_ordered or not self._known.anchor_is_due(PolicyVersion(self._opening.epoch, head)):
-            return False
+            return None
         self._anchor_ordered = True
-        return True
+        return self._next_anchor
+
+    def forget(self, dropped: Iterable[IndexEntry]) -> None:
+        """`dropped` are not on the channel any more."""
+        self._known.forget(dropped)
 
     def later(self, own: ShareRecord, *, step: int, base: int | None) -> None:
         """Rank 0's part of a skip from `base`, or of an anchor (None), is done or declined."""
@@ -138,7 +146,7 @@ class Commits:
                 structlog.get_logger().debug("the hub does not take a background manifest now", error=str(error))
                 return 1.0
             except ManifestError as error:  # its base was dropped meanwhile, or a share of it expired
-                self._give_up(made, str(error))
+                self._give_up(made, [made.own], str(error))
         return BACKGROUND_POLL_S if self._waiting else None
 
     def _settled(self, made: Background) -> bool:
@@ -147,33 +155,44 @@ class Commits:
         records = self._records(made.own) if not made.own.declined else [made.own]
         declined = next((r for r in records if r.declined), None)
         if declined is not None:
-            self._give_up(made, f"rank {declined.rank}: {declined.declined}")
+            if made.kind == "anchor" and declined.declined == NO_MEMORY:
+                self._next_anchor = AnchorOrder.WAIT
+            self._give_up(made, records, f"rank {declined.rank}: {declined.declined}")
             return True
         if len(records) < self._world_size:
             if time.monotonic() - made.since_s > GIVE_UP_S:
-                self._give_up(made, f"{label} {made.own.policy}: {self._missing(records)} did not come")
+                self._give_up(made, records, f"{label} {made.own.policy}: {self._missing(records)} did not come")
                 return True
             return False
         base = None if made.base is None else self._base(made.base)
         manifest = self._manifest(made.kind, made.own.version, base, made.step, records)
         if made.kind == "skip" and not self._known.is_worth(IndexEntry.of(manifest)):
-            self._give_up(made, "no smaller than what it replaces")
+            self._give_up(made, records, "no smaller than what it replaces")
             return True
         self._channel.commit(manifest)
         self._committed(manifest)
         return True
 
-    def _give_up(self, made: Background, why: str) -> None:
+    def _give_up(self, made: Background, records: list[ShareRecord], why: str) -> None:
         if made.kind == "anchor":
             self._anchor_ordered = False
+        with contextlib.suppress(TemporaryError):  # else they expire after some hours
+            self._channel.disown(chunk.digest for record in records for chunk in record.chunks)
+        self._drop_shares(made.own.policy, made.own.label)
         structlog.get_logger().debug("not made", manifest=f"{made.own.label} {made.own.policy}", why=why)
 
     def _complete(self, own: ShareRecord) -> list[ShareRecord]:
-        """The records of all ranks. Raises DeadlineError naming the ranks that are missing."""
+        """The records of all ranks. Raises DeadlineError naming the ranks that are missing; ConfigError or TemporaryError
+        when one says that it has failed."""
         deadline_s = PATIENCE * self._deadline_s
         end = time.monotonic() + deadline_s
         while True:
             records = self._call(lambda: self._records(own), f"to read the shares of version {own.version}")
+            if (failed := next((r for r in records if r.declined), None)) is not None:
+                raise (ConfigError if failed.lasting else TemporaryError)(
+                    f"rank {failed.rank} of the learner cannot store its share of {own.label} {own.policy}: "
+                    f"{failed.declined}"
+                )
             if len(records) == self._world_size:
                 return records
             if time.monotonic() > end or self._should_stop():
@@ -252,7 +271,13 @@ class Commits:
         self._known.add(IndexEntry.of(manifest))
         if manifest.kind == "anchor":
             self._anchor_ordered = False
+        self._drop_shares(manifest.policy, manifest.label)
         self._on_committed(manifest)
+
+    def _drop_shares(self, policy: PolicyVersion, label: str) -> None:
+        if self._world_size > 1:
+            with contextlib.suppress(TemporaryError):  # else they expire after some minutes
+                self._channel.drop_shares(policy, label)
 
     def _call(self, call: Callable[[], T], why: str) -> T:
         what = f"the hub's Redis, {why}"

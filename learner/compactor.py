@@ -22,6 +22,7 @@ from anabranch.schemas.errors import TemporaryError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Chunk
 
+NO_MEMORY = "channel.skip_memory_bytes is used up"
 LATE = 4  # lengths of a skip after which it is not begun any more
 IN_FLIGHT = 2  # chunks that wait for the blob store before the next job
 POLL_S = 0.005
@@ -99,8 +100,8 @@ class Compactor:
         running = self._running
         try:
             made = self._continue(running)
-        except VersionGoneError as error:
-            made = Outcome(running.task, declined=str(error))
+        except VersionGoneError:
+            made = Outcome(running.task, declined=NO_MEMORY)
         except TemporaryError as error:  # the blob store: the steps go on without it, or fail by themselves
             name = f"{running.task.label} of version {running.task.version}"
             structlog.get_logger().warning("left out, the blob store does not take it", what=name, error=str(error))
@@ -129,7 +130,7 @@ class Compactor:
     def _hopeless(self, task: Task) -> str | None:
         kept = self._history.versions()
         if task.version not in kept or (task.base is not None and task.base not in kept):
-            return "channel.skip_memory_bytes is used up"
+            return NO_MEMORY
         if task.base is not None and self._history.head - task.version >= LATE * task.length:
             return f"{self._history.head - task.version} versions late"
         return None

@@ -1,30 +1,42 @@
 """Keeps the channel within its budget of bytes, from a thread and a connection of its own.
 
 Invariant: publishing never waits for it, and it never ends the learner: what fails is logged and tried again. What may go
-is decided by transport/weight_retention.py. Held by tests/unit/learner/test_weight_publisher.py.
+is decided by transport/weight_retention.py. It takes a pass over the whole index, so at the budget it makes room for many
+versions at once. Held by tests/unit/learner/test_housekeeper.py.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
 
-from anabranch.schemas.errors import AnabranchError
+from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.weight_channel import WeightChannel
-from anabranch.transport.weight_retention import retain
+from anabranch.transport.weight_retention import MANIFEST_BYTES, retain
 from anabranch.transport.wiring import Hub
 
 COLLECT_EVERY_S = 60.0
+SPARE = 1 / 8  # of the budget, which is freed when it is used up
 AGAIN_AFTER_S = 5.0  # of a failure, and when leases keep the channel above its budget
 
 
 class Housekeeper:
-    def __init__(self, connect: Callable[[], Hub], retain_bytes: int) -> None:
-        self._connect, self._retain_bytes = connect, retain_bytes
+    """Args:
+    on_dropped: called in its thread with what has gone from the channel.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Hub],
+        retain_bytes: int,
+        *,
+        on_dropped: Callable[[Sequence[IndexEntry]], object] = lambda entries: None,
+    ) -> None:
+        self._connect, self._retain_bytes, self._on_dropped = connect, retain_bytes, on_dropped
         self._lock = threading.Lock()
         self._bytes = retain_bytes + 1  # not known yet: look first
         self._wake, self._stopping = threading.Event(), threading.Event()
@@ -34,10 +46,10 @@ class Housekeeper:
         self._thread = threading.Thread(target=self._run, name="weight retention", daemon=True)
         self._thread.start()
 
-    def committed(self, size_bytes: int) -> None:
-        """The channel has grown."""
+    def committed(self, payload_bytes: int) -> None:
+        """The channel has grown by a manifest."""
         with self._lock:
-            self._bytes += size_bytes
+            self._bytes += payload_bytes + MANIFEST_BYTES
         if self._bytes > self._retain_bytes:
             self._wake.set()
 
@@ -62,7 +74,7 @@ class Housekeeper:
                 if not self._stopping.is_set():
                     hub = hub or self._connect()
                     self._tidy(hub.channel)
-            except AnabranchError as error:
+            except Exception as error:  # noqa: BLE001 - the learner goes on, and the channel must not grow without end
                 structlog.get_logger().warning("the weight channel was not tidied up; trying again", error=str(error))
                 self._wake.set()
                 self._stopping.wait(AGAIN_AFTER_S)
@@ -73,13 +85,16 @@ class Housekeeper:
     def _tidy(self, channel: WeightChannel) -> None:
         if self._bytes > self._retain_bytes and not self._stopping.wait(max(0.0, self._looked_s - time.monotonic())):
             with self._lock:
-                self._bytes = 0
-            done = retain(channel, self._retain_bytes)
-            with self._lock:
-                self._bytes += done.bytes_after
+                seen = self._bytes
+            done = retain(channel, self._retain_bytes, spare=SPARE)
+            with self._lock:  # what was committed meanwhile may count twice, until the next look
+                self._bytes += done.bytes_after - seen
+            if done.dropped:
+                self._on_dropped(done.dropped)
             self._tell(done.bytes_after, tuple(lease.holder for lease in done.held_by))
-            # Above the budget with nothing to drop: look again now and then, not at every version.
-            self._looked_s = time.monotonic() + (AGAIN_AFTER_S if done.bytes_after > self._retain_bytes else 0.0)
+            # With little or nothing to drop: look again now and then, not at every version.
+            is_tight = done.bytes_after > self._retain_bytes * (1 - SPARE / 2)
+            self._looked_s = time.monotonic() + (AGAIN_AFTER_S if is_tight else 0.0)
         if time.monotonic() - self._collected_s >= COLLECT_EVERY_S:
             self._collected_s = time.monotonic()
             channel.collect_garbage()

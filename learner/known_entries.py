@@ -42,6 +42,12 @@ class KnownEntries:
             self._shorten()
             self._limit = max(self._limit, 2 * len(self._entries))
 
+    def forget(self, dropped: Iterable[IndexEntry]) -> None:
+        """They are not on the channel any more: no way leads over them."""
+        gone = set(dropped)
+        self._entries = [e for e in self._entries if e not in gone]
+        self._spent = math.inf
+
     def _shorten(self) -> None:
         """Of what lies far behind keep the way that leads here: no skip is long enough to make another one cheaper."""
         head = max(e.policy for e in self._entries)

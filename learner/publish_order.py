@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from dataclasses import asdict, dataclass
 
@@ -25,13 +26,22 @@ class EpochOpening:
         return cls(**json.loads(data))
 
 
+class AnchorOrder(enum.Enum):
+    """How the next version's anchor is to be made."""
+
+    BESIDE = "beside the steps"
+    WAIT = "before the next step"  # none could be made beside them: the states they overwrite do not fit into memory
+
+
 @dataclass(frozen=True, slots=True)
 class PublishOrder:
-    """The present weights become `version`; with `anchor` it gets a full snapshot too, in the background."""
+    """The present weights become `version`; with `anchor` it gets a full snapshot too, in the background, or, with
+    `wait`, before any version after it is begun."""
 
     version: int
     step: int
     anchor: bool = False
+    wait: bool = False
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -1,7 +1,8 @@
 """One background thread: does what it is handed, in order, and small pieces of other work while nothing is handed.
 
-Invariant: work that is handed over waits for at most one call of `idle`. The first failure ends the thread, and is raised
-in whoever hands over, waits or asks from then on; nothing is done after it. Held by
+Invariant: work that is handed over waits for at most one call of `idle`, and each piece of work is followed by one: where
+there is always work, the rest gets on too. The first failure ends the thread, is logged, and
+is raised in whoever hands over, waits or asks from then on; nothing is done after it. Held by
 tests/unit/learner/test_publish_worker.py.
 """
 
@@ -43,6 +44,7 @@ class PublishWorker:
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._idle_at: float | None = None
+        self._owes_idle = False
         self.stopping = threading.Event()
         self.state = WorkerState.IDLE
         self._progress_s = 0.0
@@ -118,6 +120,8 @@ class PublishWorker:
                 self._turn()
                 self.cpu_s = time.thread_time()
         except BaseException as error:  # noqa: BLE001 - raised in the thread that asks
+            if not self.stopping.is_set():
+                structlog.get_logger().error("publishing has failed", thread=self._thread.name, error=repr(error))
             with self._changed:
                 self._failure, self.state = error, WorkerState.FAILED
         else:
@@ -133,7 +137,7 @@ class PublishWorker:
             if not self._work and (self._idle_at is None or self._idle_at > now):
                 self._changed.wait(None if self._idle_at is None else self._idle_at - now)
                 return
-            work = self._work.popleft() if self._work else None
+            work = self._work.popleft() if self._work and not self._owes_idle else None
             if work is not None:
                 self.state = WorkerState.WORKING
         if work is not None:
@@ -142,6 +146,7 @@ class PublishWorker:
             again: float | None = 0.0
         else:
             again = self._idle()
+        self._owes_idle = work is not None
         with self._changed:
             self._idle_at = None if again is None else time.monotonic() + again
             self.state = WorkerState.IDLE

@@ -52,7 +52,7 @@ def learn(config: RunConfig) -> int:
             lambda: connect_hub(config),
             config.channel,
             opening,
-            on_committed=lambda hub, version: hub.permits.advance(version),
+            on_committed=lambda hub, policy: hub.permits.advance(policy.version, epoch=policy.epoch),
         )
 
     def main() -> int:

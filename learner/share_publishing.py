@@ -1,17 +1,21 @@
 """What a rank's publishing thread does with a snapshot: encode its share, store it, tell rank 0; rank 0 commits.
 
 Invariant: the base of a delta is exactly the state that was handed out last (an image, compared by bits), so lr = 0 gives
-an empty delta; the image moves on only when all chunks of the delta are stored. All of it runs in one thread, which owns
-the connection. Held by tests/unit/learner/test_weight_publisher.py.
+an empty delta; the image moves on only when all chunks of the delta are stored. A rank that cannot store its share says
+why, as long as the hub hears it, so that rank 0 waits for nobody who has failed. All of it runs in one thread, which owns
+the connection. Held by tests/unit/learner/test_weight_publisher.py and tests/unit/learner/test_publisher_failures.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
+import structlog
 
 from anabranch.kernels.delta_chunk import Piece
 from anabranch.kernels.delta_codec import encode_job
@@ -20,16 +24,17 @@ from anabranch.kernels.digest import NOTHING, Sums, add_sums, subtract_sums, sum
 from anabranch.kernels.workers import Workers
 from anabranch.learner.commits import PATIENCE, POLL_S, Commits
 from anabranch.learner.compactor import Compactor, Outcome
-from anabranch.learner.publish_order import EpochOpening, PublishOrder
+from anabranch.learner.publish_order import AnchorOrder, EpochOpening, PublishOrder
 from anabranch.learner.share_record import DECISION, OPENING, ShareRecord, read_record
 from anabranch.learner.shares import ShareImage
 from anabranch.learner.uploads import Uploads
 from anabranch.learner.version_history import Change, Job, VersionHistory
 from anabranch.schemas.config import ChannelSection
-from anabranch.schemas.errors import AnabranchError
+from anabranch.schemas.errors import AnabranchError, ConfigError, TemporaryError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Base, Chunk, Manifest
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.retry import retry_until, wait_until
 from anabranch.transport.signing import Signer
 from anabranch.transport.wiring import Hub
@@ -84,6 +89,7 @@ class SharePublishing:
             for n, name in ((UPLOAD_THREADS, "upload"), (1, "background upload"))
         )
         self._image = share.image()
+        self._untold: deque[ShareRecord] = deque()  # of what was made in the background, for rank 0
         self._commits: Commits | None = None
         if share.rank == 0:
             self._commits = Commits(
@@ -123,7 +129,10 @@ class SharePublishing:
             kind = "anchor" if fork is None else "fork"
             if share.world_size > 1:
                 self._leave(own.model_copy(update={"label": DECISION, "kind": kind, "sums": ()}))
-        chunks = self._uploads.put_all(self._encode(None, self._image, [])) if kind == "anchor" else []
+        chunks: list[Chunk] = []
+        if kind == "anchor":
+            with self._telling_why_not(version, "anchor"):
+                chunks = self._uploads.put_all(self._encode(None, self._image, []))
         made = self._record(version, "anchor", chunks=chunks, changed=sum(p.size for p in share.pieces))
         if self._commits is not None:
             return self._commits.begin(made, fork)
@@ -135,7 +144,8 @@ class SharePublishing:
         """As `begin`, for the delta to the next version."""
         changes: list[Change] = []
         base = self._history.at(self._history.head)
-        chunks = self._uploads.put_all(self._encode(base, snapshot, changes))
+        with self._telling_why_not(order.version, "delta"):
+            chunks = self._uploads.put_all(self._encode(base, snapshot, changes))
         sums = _growth(changes)
         self._history.advance(order.version, changes)
         free()
@@ -149,15 +159,30 @@ class SharePublishing:
         self._compactor.plan(order.version, order.step, anchor=order.anchor)
         return manifest
 
-    def order_anchor(self) -> bool:
-        """Rank 0: whether the next version is to get an anchor."""
-        return self._commits is not None and self._commits.order_anchor()
+    def make_all_that_is_due(self) -> None:
+        """All skips and anchors, now: for an order that says so."""
+        while (again_s := self._compactor.work()) is not None and not self._stopping.is_set():
+            self._progress()
+            if again_s:
+                self._stopping.wait(again_s)
+
+    def order_anchor(self) -> AnchorOrder | None:
+        """Rank 0: whether the next version is to get an anchor, and how."""
+        return None if self._commits is None else self._commits.order_anchor()
+
+    def forget(self, dropped: Iterable[IndexEntry]) -> None:
+        """Rank 0: `dropped` are not on the channel any more."""
+        if self._commits is not None:
+            self._commits.forget(dropped)
 
     def idle(self) -> float | None:
         """A few milliseconds of what may wait; in how many seconds there is more, None if nothing is left."""
-        if self._history.tidy():
-            return 0.0
-        again = [self._compactor.work(), None if self._commits is None else self._commits.background()]
+        again = [
+            0.0 if self._history.tidy() else None,
+            self._compactor.work(),
+            self._tell(),
+            None if self._commits is None else self._commits.background(),
+        ]
         return min((seconds for seconds in again if seconds is not None), default=None)
 
     def close(self) -> None:
@@ -185,17 +210,42 @@ class SharePublishing:
             declined=outcome.declined[:1000],
         )  # fmt: skip
         if self._commits is None:
-            self._leave(record)
+            self._untold.append(record)
         else:
             self._commits.later(record, step=task.step, base=task.base)
 
+    def _tell(self) -> float | None:
+        """Leave word of what was made in the background; in how many seconds to call again, None if all is said."""
+        if not self._untold:
+            return None
+        record = self._untold[0]
+        try:
+            self._hub.channel.put_share(record.policy, record.label, record.rank, record.to_text(self._signer))
+        except TemporaryError as error:
+            structlog.get_logger().debug("the hub does not take word of a share now", error=str(error))
+            return 1.0
+        self._untold.popleft()
+        return 0.0
+
+    @contextlib.contextmanager
+    def _telling_why_not(self, version: int, label: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._commits is None and not self._stopping.is_set():
+                lasting = isinstance(error, ConfigError)
+                record = self._record(version, label, declined=str(error)[:1000] or repr(error), lasting=lasting)
+                with contextlib.suppress(AnabranchError):
+                    self._hub.channel.put_share(record.policy, label, record.rank, record.to_text(self._signer))
+            raise
+
     def _record(
         self, version: int, label: str, *, chunks: Iterable[Chunk] = (), changed: int = 0, declined: str = "",
-        sums: dict[int, Sums] | None = None,
+        lasting: bool = False, sums: dict[int, Sums] | None = None,
     ) -> ShareRecord:  # fmt: skip
         return ShareRecord(
             run=self._opening.run, epoch=self._opening.epoch, version=version, label=label, rank=self._share.rank,
-            chunks=tuple(chunks), changed_elements=changed, declined=declined,
+            chunks=tuple(chunks), changed_elements=changed, declined=declined, lasting=lasting,
             sums=tuple((tensor, a, b) for tensor, (a, b) in (sums or {}).items()),
         )  # fmt: skip
 

@@ -38,6 +38,7 @@ class ShareRecord(Frozen):
     )
     kind: Literal["", "anchor", "fork"] = Field("", description="of a decision: how the epoch begins")
     declined: str = Field("", max_length=1000, description="why this rank does not make its part; '' if it has")
+    lasting: bool = Field(False, description="of what is declined: another start would meet the same")
     signature: Signature | None = None
 
     @property

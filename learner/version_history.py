@@ -122,6 +122,8 @@ class VersionHistory:
 
     def unpin(self, version: int) -> None:
         self._pins[version] -= 1
+        if not self._pins[version]:
+            del self._pins[version]
 
     def advance(self, version: int, changes: Iterable[Change]) -> None:
         """The image becomes `version`, the one after the head, by `changes`: each of one piece of a job."""

@@ -2,8 +2,9 @@
 
 Invariant: the head moves only when all chunks of all ranks, the digest and the manifest are stored, version by version.
 A publisher that has failed publishes nothing further, and says so at the next call; what is committed stays as it was.
-Memory: an image of the share, one snapshot, and undo records up to `channel.skip_memory_bytes`. Held by
-tests/unit/learner/test_weight_publisher.py.
+Memory: an image of the share, one snapshot, undo records up to `channel.skip_memory_bytes`, and while a version is being
+published its changes: 4 bytes and two bit patterns for each changed element. Held by
+tests/unit/learner/test_weight_publisher.py and tests/process/test_publisher_memory.py.
 
 Order of calls, the same on every rank: `open`, then `publish` of every version; `close` at the end. On rank 0 also
 `next_order` before each, and `flush` where a version has to be served before the loop goes on.
@@ -12,17 +13,20 @@ Order of calls, the same on every rank: `open`, then `publish` of every version;
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from queue import Empty, Queue
 
 from anabranch.kernels.workers import Workers
 from anabranch.learner.commits import PATIENCE
 from anabranch.learner.housekeeper import Housekeeper
-from anabranch.learner.publish_order import EpochOpening, Published, PublishOrder
+from anabranch.learner.publish_order import AnchorOrder, EpochOpening, Published, PublishOrder
 from anabranch.learner.publish_worker import PublishWorker
 from anabranch.learner.share_publishing import Share, SharePublishing
 from anabranch.schemas.config import ChannelSection
 from anabranch.schemas.manifest import Manifest
+from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.retry import retry_until
 from anabranch.transport.signing import load_signer
 from anabranch.transport.wiring import Hub
@@ -49,7 +53,7 @@ class WeightPublisher:
         config: ChannelSection,
         opening: EpochOpening,
         *,
-        on_committed: Callable[[Hub, int], object] = lambda hub, version: None,
+        on_committed: Callable[[Hub, PolicyVersion], object] = lambda hub, policy: None,
         waiting: Callable[[str], object] = lambda what: None,
     ) -> None:
         self._share, self._connect, self._config, self._opening = share, connect, config, opening
@@ -57,11 +61,14 @@ class WeightPublisher:
         self._signer = load_signer(config.signing_key_file) if config.signing_key_file else None
         self._snapshot, self._snapshot_is_free = share.image(pinned=True), True
         self._threads = Workers(config.codec_threads)
-        self._anchor_due = False
+        self._due = Queue[AnchorOrder]()  # from the publishing thread to `next_order`
         self.published: Published | None = None  # rank 0: the newest version on the channel
         self._hub: Hub | None = None  # of the publishing thread, as is what follows
         self._publishing: SharePublishing | None = None
-        self._housekeeper = Housekeeper(connect, config.retain_bytes) if share.rank == 0 else None
+        self._dropped = Queue[Sequence[IndexEntry]]()  # from the housekeeper to the publishing thread
+        self._housekeeper = (
+            Housekeeper(connect, config.retain_bytes, on_dropped=self._dropped.put) if share.rank == 0 else None
+        )
         self._worker = PublishWorker(f"weight publisher {share.rank}", self._idle, at_end=self._end)
 
     def open(self) -> None:
@@ -73,8 +80,11 @@ class WeightPublisher:
 
     def next_order(self, version: int) -> PublishOrder:
         """Rank 0: how `version` is to be published, by all ranks."""
-        anchor, self._anchor_due = self._anchor_due, False
-        return PublishOrder(version, step=version, anchor=anchor)
+        try:
+            due = self._due.get_nowait()
+        except Empty:
+            return PublishOrder(version, step=version)
+        return PublishOrder(version, step=version, anchor=True, wait=due is AnchorOrder.WAIT)
 
     def publish(self, order: PublishOrder) -> float:
         """Copy the present weights, have them published, and return how long that took (seconds). Collective.
@@ -145,14 +155,18 @@ class WeightPublisher:
         self._report(manifest, started_s)
         if manifest is not None:
             retry_until(
-                partial(self._on_committed, self._hub, order.version),
+                partial(self._on_committed, self._hub, manifest.policy),
                 deadline_s=self._config.connect_deadline_s,
                 what=f"the hub's Redis, to hand out permits for version {order.version}",
                 sleep=self._worker.stopping.wait,
                 should_stop=self._worker.stopping.is_set,
             )
-        if self._publishing.order_anchor():
-            self._anchor_due = True
+        if order.wait:
+            self._publishing.make_all_that_is_due()
+        while not self._dropped.empty():
+            self._publishing.forget(self._dropped.get())
+        if (due := self._publishing.order_anchor()) is not None:
+            self._due.put(due)
 
     def _report(self, manifest: Manifest | None, started_s: float) -> None:
         if manifest is not None:

@@ -18,6 +18,7 @@ from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import ChannelSection
 from anabranch.schemas.layout import Layout, root_digest
 from anabranch.schemas.manifest import Manifest
+from anabranch.schemas.versions import PolicyVersion
 from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.memory_world import MemoryWorld
 from anabranch.transport.weight_channel import WeightChannel
@@ -55,7 +56,7 @@ class Ranks:
         epoch: int | None = None,
         connect: Callable[[], Hub] | None = None,
         missing: Iterable[int] = (),
-        on_committed: Callable[[Hub, int], object] = lambda hub, version: None,
+        on_committed: Callable[[Hub, PolicyVersion], object] = lambda hub, policy: None,
         **config: Any,
     ) -> None:
         self.layout, self.state, self.version = layout, state, fork_version

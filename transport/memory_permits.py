@@ -82,11 +82,13 @@ class MemoryPermits:
                 if index < self._next:
                     self._returned.add(index)
 
-    def advance(self, version: int) -> None:
-        """Raises TemporaryError when no epoch is open."""
+    def advance(self, version: int, *, epoch: int | None = None) -> None:
+        """Raises TemporaryError when no epoch is open, ConfigError when a newer one is."""
         with self._lock:
             if self._epoch is None:
                 raise permit_rules.not_open(self._run)
+            if epoch is not None and self._epoch > epoch:
+                raise permit_rules.taken_over(self._run, epoch, self._epoch)
             self._version = max(self._version, version)
             self._limit = max(self._limit, self._allowed())
 

@@ -44,6 +44,6 @@ def not_open(run: str) -> TemporaryError:
 
 def taken_over(run: str, epoch: int, newer: int) -> ConfigError:
     return ConfigError(
-        f"cannot open epoch {epoch} of run {run!r}: epoch {newer} is open, another learner works on this run; "
+        f"epoch {epoch} of run {run!r} hands out no permits: epoch {newer} is open, another learner works on this run; "
         "run one learner per run name"
     )

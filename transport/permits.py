@@ -45,9 +45,14 @@ class Permits(Protocol):
         """Learner: these groups were dropped, hand them out again."""
         ...
 
-    def advance(self, version: int) -> None:
-        """Learner: version v is published; raises the limit to min((S + v + 1)·B, total). Raises TemporaryError when no
-        epoch is open (the hub lost its data)."""
+    def advance(self, version: int, *, epoch: int | None = None) -> None:
+        """Learner: version v of `epoch` (None: of the one that is open) is published; raises the limit to
+        min((S + v + 1)·B, total).
+
+        Raises:
+            TemporaryError: no epoch is open (the hub lost its data).
+            ConfigError: a newer epoch is open; nothing is raised.
+        """
         ...
 
     def reset(

@@ -69,10 +69,14 @@ class RedisPermits:
         keys = [k.permits, k.leases, k.holders, k.returned]
         self._guard.repeat(lambda: self._release(keys=keys, args=[outcome, *group_indices]))
 
-    def advance(self, version: int) -> None:
-        """Raises TemporaryError when no epoch is open (the hub lost its data)."""
-        if not self._guard.repeat(lambda: self._advance(keys=[self._keys.permits], args=[version])):
+    def advance(self, version: int, *, epoch: int | None = None) -> None:
+        """Raises TemporaryError when no epoch is open (the hub lost its data), ConfigError when a newer one is."""
+        args = [version, "" if epoch is None else epoch]
+        open_epoch = int(self._guard.repeat(lambda: self._advance(keys=[self._keys.permits], args=args)))
+        if not open_epoch:
             raise permit_rules.not_open(self._keys.run)
+        if epoch is not None and open_epoch > epoch:
+            raise permit_rules.taken_over(self._keys.run, epoch, open_epoch)
 
     def reset(
         self, *, epoch: int, version: int, batch: int, max_age: int, total: int, accepted: Collection[int]

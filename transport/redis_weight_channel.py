@@ -105,6 +105,9 @@ class RedisWeightChannel:
         found: dict[bytes, bytes] = self._guard.repeat(lambda: self._client.hgetall(key))
         return {int(rank): text.decode() for rank, text in found.items()}
 
+    def drop_shares(self, policy: PolicyVersion, label: str) -> None:
+        self._guard.repeat(lambda: self._client.unlink(self._keys.share(policy.epoch, policy.version, label)))
+
     def commit(self, manifest: Manifest) -> None:
         check_run(manifest, self._keys.run)
         entry, base = IndexEntry.of(manifest), manifest.base

@@ -55,6 +55,10 @@ class WeightChannel(Protocol):
         """What ranks have left for that manifest so far."""
         ...
 
+    def drop_shares(self, policy: PolicyVersion, label: str) -> None:
+        """Rank 0 has read what it needs."""
+        ...
+
     def commit(self, manifest: Manifest) -> None:
         """Store `manifest` and its index entry, atomically; the same manifest again changes nothing.
 

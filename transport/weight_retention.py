@@ -2,7 +2,9 @@
 
 Invariant: every entry at or above the lowest lease stays, and so do those of the head and of pinned versions and the
 cheapest paths that lead to them from nothing. So no follower that holds a lease ever finds its way gone, and a new one
-always has a way to the head. Held by tests/unit/transport/test_weight_retention.py.
+always has a way to the head. A manifest counts `MANIFEST_BYTES` beside its chunks, so that a run of very many tiny versions
+stays within bounds too: hub, followers and planners carry an index that holds at most budget / `MANIFEST_BYTES` entries
+which nobody needs. Held by tests/unit/transport/test_weight_retention.py.
 """
 
 from __future__ import annotations
@@ -13,18 +15,25 @@ from dataclasses import dataclass
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.weight_channel import Lease, WeightChannel
-from anabranch.transport.weight_path import path_bytes
 from anabranch.transport.weight_rules import needed
+
+MANIFEST_BYTES = 2**14  # the hub's memory for a manifest, its entry and counters; and what an entry costs who plans
 
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What `retain` did. `held_by`: when still over budget, the leases without which more could have gone."""
+    """What `retain` did; bytes as `held_bytes` counts them. `held_by`: when still over budget, the leases without which
+    more could have gone."""
 
     dropped: list[IndexEntry]
     bytes_before: int
     bytes_after: int
     held_by: list[Lease]
+
+
+def held_bytes(entries: Iterable[IndexEntry]) -> int:
+    """What `entries` count against the budget: payload, and `MANIFEST_BYTES` each."""
+    return sum(entry.payload_bytes + MANIFEST_BYTES for entry in entries)
 
 
 def surplus(
@@ -36,7 +45,7 @@ def surplus(
 ) -> list[IndexEntry]:
     """Entries to drop, oldest first, just enough of them to come down to `retain_bytes`, as far as that is allowed."""
     known = sorted(entries, key=lambda e: (e.score, e.label))
-    excess = path_bytes(known) - retain_bytes
+    excess = held_bytes(known) - retain_bytes
     if excess <= 0:
         return []
     gone: list[IndexEntry] = []
@@ -44,19 +53,20 @@ def surplus(
         if excess <= 0:
             break
         gone.append(entry)
-        excess -= entry.payload_bytes
+        excess -= held_bytes([entry])
     return gone
 
 
-def retain(channel: WeightChannel, retain_bytes: int) -> Retained:
-    """Drop what `surplus` names from `channel`, as far as nobody has come to need it meanwhile."""
+def retain(channel: WeightChannel, retain_bytes: int, *, spare: float = 0.0) -> Retained:
+    """Drop what `surplus` names from `channel`, as far as nobody has come to need it meanwhile. When it is over
+    `retain_bytes` it comes down to 1 − `spare` of that, so that whoever calls this often has it do something seldom."""
     entries, head, leases, pins = channel.index(), channel.head(), channel.leases(), channel.pins()
-    before = path_bytes(entries)
+    before = held_bytes(entries)
     if before <= retain_bytes:
         return Retained([], before, before, [])
-    wanted = surplus(entries, head, leases, pins, retain_bytes)
+    wanted = surplus(entries, head, leases, pins, int(retain_bytes * (1 - spare)))
     dropped = channel.drop(wanted) if wanted else []
-    after = before - path_bytes(dropped)
+    after = before - held_bytes(dropped)
     held_by: list[Lease] = []
     if after > retain_bytes:
         left = [e for e in entries if e not in set(dropped)]

@@ -66,14 +66,17 @@ def check_run(manifest: Manifest, run: str) -> None:
 
 
 def refusal(manifest: Manifest, outcome: str, details: list[str]) -> AnabranchError:
-    """The error for a commit that the channel refused. Two learners on one run are a ConfigError: a restart would open
-    yet another epoch and fence the other one, for ever in turns."""
+    """The error for a commit that the channel refused. A newer epoch is a ConfigError: of two learners on one run a
+    restart would open yet another epoch and fence the other one, for ever in turns; after a rollback somebody decides."""
     about = f"{manifest.label} {manifest.policy} of run {manifest.run!r} refused: "
     base = f"its base {manifest.base.policy}" if manifest.base else "its base"
     met = details[0] if details else ""
     if outcome in ("stale", "fenced"):
         done = f"the head is already at {met}" if outcome == "stale" else f"epoch {met} has been opened"
-        return ConfigError(f"{about}{done}: another learner works on this run and this one must stop; run one per run")
+        return ConfigError(
+            f"{about}{done}: another learner works on this run, or somebody rolled it back (anabranch weights rollback): "
+            "this one must stop. Run one learner per run; after a rollback start it again"
+        )
     reasons = {
         "differs": "another manifest stands under that version and label",
         "passed": f"that version is not on the channel and the head is already at {met}",

@@ -280,7 +280,8 @@ class ChannelSection(Section):
     retain_bytes: int = Field(
         4 * 2**30,
         ge=0,
-        description="bytes of weights on the channel above which those that no follower can need are dropped",
+        description="bytes on the channel (chunks, and 16 KiB for each manifest) above which what no follower can need is "
+        "dropped",
     )
     lease_ms: int = Field(
         120_000, ge=1_000, description="a follower that has not reported for so long may find its versions dropped"

@@ -63,6 +63,15 @@ def test_permits_stop_at_the_age_bound_and_go_on_with_the_next_version(make):
     assert take(permits, 50) == []
 
 
+def test_a_learner_of_an_older_epoch_raises_nothing(make):
+    permits = opened(make, epoch=2)
+    with pytest.raises(ConfigError, match="epoch 2 is open"):
+        permits.advance(50, epoch=1)
+    assert take(permits, 50) == list(range(8))
+    permits.advance(1, epoch=2)
+    assert take(permits, 50) == [8, 9, 10, 11]
+
+
 def test_the_run_ends_at_its_total(make):
     permits = opened(make, total=6)
     assert take(permits, 100) == [0, 1, 2, 3, 4, 5]

@@ -206,6 +206,10 @@ def test_shares_of_ranks_meet_under_one_manifest(world):
     ranks[1].put_share(v(4), "delta", 1, "again")
     assert ranks[0].shares(v(4), "delta") == {0: '{"rank": 0}', 1: "again", 2: '{"rank": 2}'}
     assert ranks[0].shares(v(5), "delta") == {}
+    for _ in range(2):
+        ranks[0].drop_shares(v(4), "delta")
+    assert ranks[0].shares(v(4), "delta") == {}
+    assert len(ranks[0].shares(v(4), "skip2")) == 3
 
 
 def test_an_unknown_layout_is_refused(world):

@@ -7,7 +7,8 @@ from anabranch.schemas.errors import ManifestError
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.memory_blob_store import MemoryBlobStore
 from anabranch.transport.memory_weight_channel import MemoryWeightChannel, MemoryWeightStore
-from anabranch.transport.weight_path import cheapest_path, path_bytes
+from anabranch.transport.weight_path import cheapest_path
+from anabranch.transport.weight_retention import held_bytes
 from tests.unit.deploy.weights_channels import Made, usual
 
 
@@ -59,7 +60,7 @@ def test_everything_that_stays_has_its_reason(made):
     assert list(done.kept)[:2] == ["the head", "way of a late joiner to the head"]
     assert all(e.policy < PolicyVersion(2, 6) for e in done.gone)
     text = render(done)
-    assert f"budget 0 bytes, {path_bytes(made.channel.index()) - path_bytes(done.gone):,} bytes over it" in text
+    assert f"budget 0 bytes, {held_bytes(made.channel.index()) - held_bytes(done.gone):,} bytes over it" in text
 
 
 def test_what_a_lease_holds_is_told_with_its_holder(made):
@@ -73,7 +74,7 @@ def test_what_a_lease_holds_is_told_with_its_holder(made):
 
 
 def test_within_the_budget_nothing_goes(made):
-    total = path_bytes(made.channel.index())
+    total = held_bytes(made.channel.index())
     done = collect(made.channel, total, dry_run=False)
     assert list(done.gone) == []
     assert "within the budget" in done.kept

@@ -49,6 +49,16 @@ def test_an_epoch_that_begins_as_a_fork_counts_from_the_anchor_before_it() -> No
     assert known.anchor_is_due(at(2, 2))
 
 
+def test_an_anchor_is_due_when_retention_has_taken_the_cheap_way() -> None:
+    known = KnownEntries([entry(0, "anchor", 100)], reach=8)
+    for version in range(1, 5):
+        known.add(entry(version, "delta", 30, version - 1))
+    known.add(entry(4, "skip4", 60, 0))
+    assert not known.anchor_is_due(at(4))
+    known.forget([entry(4, "skip4", 60, 0)])
+    assert known.anchor_is_due(at(4))
+
+
 def test_an_anchor_is_due_when_there_is_no_way_at_all() -> None:
     assert KnownEntries([entry(1, "delta", 5, 0)], reach=8).anchor_is_due(at(1))
 

@@ -54,7 +54,7 @@ class Engine:
             lambda: self.connect(),
             ChannelSection(connect_deadline_s=1.0),
             opening,
-            on_committed=lambda hub, version: hub.permits.advance(version),
+            on_committed=lambda hub, policy: hub.permits.advance(policy.version, epoch=policy.epoch),
         )
         publisher.open()
         return publisher

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from structlog.testing import capture_logs
 
 from anabranch.learner.publish_worker import PublishWorker, WorkerState
 from anabranch.schemas.errors import AnabranchError, DeadlineError, StreamUnavailableError
@@ -17,7 +18,7 @@ def wait(worker: PublishWorker, deadline_s: float = 20.0) -> None:
 
 def test_work_is_done_in_order_in_one_thread_and_idling_goes_on_after_it() -> None:
     done: list[object] = []
-    left = iter([0.0, 0.001, None, 0.0, None])
+    left = iter([None, None, 0.0, 0.0, 0.001, None, 0.0, None])
 
     def idle() -> float | None:
         done.append("idle")
@@ -31,11 +32,11 @@ def test_work_is_done_in_order_in_one_thread_and_idling_goes_on_after_it() -> No
     assert done == []
     gate.open()
     wait(worker)
-    assert done == [(0, "w"), (1, "w"), (2, "w"), "idle", "idle", "idle"]
+    assert done == ["idle", (0, "w"), "idle", (1, "w"), "idle", (2, "w"), "idle", "idle", "idle"]
     worker.submit(lambda: done.append("more"))
     wait(worker)
     worker.close(deadline_s=20)
-    assert done[6:] == ["more", "idle", "idle", "end"]
+    assert done[9:] == ["more", "idle", "idle", "end"]
     assert worker.state is WorkerState.CLOSED
 
 
@@ -70,14 +71,18 @@ def test_the_first_failure_is_raised_everywhere_and_nothing_is_done_after_it() -
     worker.submit(gate.pass_through)
     worker.submit(fail)
     worker.submit(lambda: done.append("after"))
-    gate.open()
-    with pytest.raises(StreamUnavailableError, match="the store is gone"):
-        wait(worker)
+    with capture_logs() as lines:
+        gate.open()
+        with pytest.raises(StreamUnavailableError, match="the store is gone"):
+            wait(worker)
     for call in (worker.check, lambda: worker.submit(lambda: None)):
         with pytest.raises(StreamUnavailableError, match="the store is gone"):
             call()
     worker.close(deadline_s=20)
     assert (done, worker.state) == (["end"], WorkerState.FAILED)
+    assert [(line["event"], "the store is gone" in line["error"]) for line in lines] == [
+        ("publishing has failed", True)
+    ]
 
 
 def test_a_failure_while_idling_is_one_too() -> None:
