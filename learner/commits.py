@@ -134,7 +134,8 @@ class Commits:
         if (early_s := self._look_at_s - time.monotonic()) > 0:
             return early_s
         if self._world_size > 1:  # else nobody has to be asked
-            self._look_at_s = time.monotonic() + BACKGROUND_POLL_S
+            now = time.monotonic()
+            self._look_at_s = now + _poll_s(BACKGROUND_POLL_S, now - self._waiting[0].since_s)
         for _ in range(len(self._waiting)):
             made = self._waiting.popleft()
             try:
@@ -185,7 +186,7 @@ class Commits:
         """The records of all ranks. Raises DeadlineError naming the ranks that are missing; ConfigError or TemporaryError
         when one says that it has failed."""
         deadline_s = PATIENCE * self._deadline_s
-        end = time.monotonic() + deadline_s
+        started_s = time.monotonic()
         while True:
             records = self._call(lambda: self._records(own), f"to read the shares of version {own.version}")
             if (failed := next((r for r in records if r.declined), None)) is not None:
@@ -195,13 +196,14 @@ class Commits:
                 )
             if len(records) == self._world_size:
                 return records
-            if time.monotonic() > end or self._should_stop():
+            waited_s = time.monotonic() - started_s
+            if waited_s > deadline_s or self._should_stop():
                 raise DeadlineError.waiting_for(
                     f"{self._missing(records)} of the learner to store the share of {own.label} {own.policy}",
                     deadline_s,
                     "see the log of that rank",
                 )
-            time.sleep(POLL_S)
+            time.sleep(_poll_s(POLL_S, waited_s))
 
     def _records(self, own: ShareRecord) -> list[ShareRecord]:
         """What is there so far, by rank. Raises ManifestError, and TemporaryError if the hub does not answer."""
@@ -282,3 +284,8 @@ class Commits:
     def _call(self, call: Callable[[], T], why: str) -> T:
         what = f"the hub's Redis, {why}"
         return retry_until(call, deadline_s=self._deadline_s, what=what, should_stop=self._should_stop)
+
+
+def _poll_s(least_s: float, waited_s: float) -> float:
+    """Records may have megabytes: whoever has waited long looks less often."""
+    return min(2.0, max(least_s, waited_s / 20))

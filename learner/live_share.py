@@ -25,7 +25,7 @@ from anabranch.learner.shares import ShareImage, Whole, in_order, partition, spl
 from anabranch.schemas.layout import Layout
 
 TORCH = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-_SIGNED = {"bf16": np.int16, "f16": np.int16, "f32": np.int32}
+SIGNED = {"bf16": np.int16, "f16": np.int16, "f32": np.int32}
 
 
 class LiveShare:
@@ -101,7 +101,7 @@ class LiveShare:
 
 def _copy(source: Tensor, bits: Bits, dtype: str) -> None:
     """The elements of `source` into `bits`, rounded to `dtype`."""
-    torch.from_numpy(bits.view(_SIGNED[dtype])).view(TORCH[dtype]).copy_(source, non_blocking=True)
+    torch.from_numpy(bits.view(SIGNED[dtype])).view(TORCH[dtype]).copy_(source, non_blocking=True)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ def step_record(
     publish_s: float,
     checkpoint_s: float,
 ) -> StepRecord:
-    """`published` is the newest version that is committed by now: most likely the one before this step's. `elapsed_s` since this learner started, in which it did `steps_here` steps: the ETA extrapolates from them."""
+    """`published` is the newest version that is committed by now: most likely the one before this step's. `elapsed_s`
+    since this learner started, in which it did `steps_here` steps: the ETA extrapolates from them."""
     tokens_per_s: dict[str, float] = defaultdict(float)
     for status in producers.values():
         tokens_per_s[status.region] += status.tokens_per_s

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.learner.conversions import checkpoint_names, revert
-from anabranch.learner.live_share import TORCH, LiveShare
+from anabranch.learner.live_share import SIGNED, TORCH, LiveShare
 from anabranch.schemas.errors import ConfigError
 from anabranch.schemas.layout import Layout
 
@@ -27,7 +27,6 @@ _BITS: dict[torch.dtype, tuple[str, torch.dtype, type[np.unsignedinteger[Any]]]]
     torch.float16: ("f16", torch.int16, np.uint16),
     torch.float32: ("f32", torch.int32, np.uint32),
 }
-_SIGNED = {"bf16": np.int16, "f16": np.int16, "f32": np.int32}
 
 
 class PublishedWeights:
@@ -94,7 +93,7 @@ def export_hf(directory: Path, layout: Layout, bits: dict[str, NDArray[Any]], *,
         if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
             (directory / file.name).write_bytes(file.read_bytes())
     tensors = {
-        spec.name: torch.from_numpy(bits[spec.name].view(_SIGNED[spec.dtype]))
+        spec.name: torch.from_numpy(bits[spec.name].view(SIGNED[spec.dtype]))
         .view(TORCH[spec.dtype])
         .reshape(spec.shape)
         for spec in layout.tensors
