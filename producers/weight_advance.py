@@ -10,6 +10,8 @@ tests/unit/producers/test_weight_follower.py and tests/unit/producers/test_weigh
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -22,12 +24,21 @@ from anabranch.producers.weight_plan import Plan, Planner, Unusable
 from anabranch.schemas.errors import DeltaError, ManifestError
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.weight_channel import Named
 from anabranch.transport.weight_path import State
 
 LEASE_WAIT_S = 5.0  # before the first fetch, so that retention knows of it
 LEASE_TRIES = 3  # a second look needs an older version than the first at most when the channel is dropping much
 MAX_DETOURS = 16  # broken manifests of one attempt
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """`WeightChannel.news(above)`, its entries."""
+
+    above: PolicyVersion
+    entries: Sequence[IndexEntry]
 
 
 class Advancer:
@@ -41,8 +52,11 @@ class Advancer:
         self._told: set[Named] = set()
         self._log = structlog.get_logger()
 
-    def advance_to(self, head: PolicyVersion) -> None:
+    def advance_to(self, head: PolicyVersion, news: News | None = None) -> None:
         """With the mirror's turn.
+
+        Args:
+            news: the index above a version, read with `head`; it saves a round trip when that version is what is at hand.
 
         Raises:
             ManifestError: no path is left; says what was found broken on the way.
@@ -60,17 +74,24 @@ class Advancer:
                 return
             have = None if content is None else State(content.policy, content.digest)
             try:
-                self._follow(self._plan(have, head, broken), head)
+                newer = news.entries if news is not None and have is not None and have.policy == news.above else None
+                self._follow(self._plan(have, head, broken, newer), head)
             except Unusable as error:
                 broken |= error.broken
                 self._tell(head, error)
                 if len(broken) > MAX_DETOURS:
                     raise ManifestError(f"too much on the way to weights {head} is broken: {error}") from error
 
-    def _plan(self, have: State | None, head: PolicyVersion, broken: dict[Named, Exception]) -> Plan:
+    def _plan(
+        self,
+        have: State | None,
+        head: PolicyVersion,
+        broken: dict[Named, Exception],
+        newer: Sequence[IndexEntry] | None,
+    ) -> Plan:
         """A plan whose versions are leased. Retention may have acted between the look at the index and the lease, so who
         has moved its lease back looks again."""
-        plan = self._planner.plan(have, head, broken)
+        plan = self._planner.plan(have, head, broken, newer=newer)
         for _ in range(LEASE_TRIES):
             if self._leases is None or plan.needs is None:
                 break

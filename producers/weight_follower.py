@@ -22,7 +22,7 @@ from anabranch.producers.fetcher import Fetcher
 from anabranch.producers.lease_keeper import LeaseKeeper
 from anabranch.producers.mirror_memory import Content
 from anabranch.producers.node_mirror import NodeMirror
-from anabranch.producers.weight_advance import Advancer
+from anabranch.producers.weight_advance import Advancer, News
 from anabranch.producers.weight_plan import Check, Planner
 from anabranch.schemas.errors import AnabranchError, ConfigError, DeadlineError, ManifestError
 from anabranch.schemas.versions import PolicyVersion
@@ -174,7 +174,12 @@ class WeightFollower:
     def poll_once(self) -> bool:
         """Look at the head; take the mirror there, if no other process of the node does; offer what is new. True if
         there is a new offer."""
-        head = self._channel.head()
+        content, news = self.mirror.content(), None
+        if content is None:
+            head = self._channel.head()
+        else:
+            head, entries = self._channel.news(content.policy)
+            news = News(content.policy, entries)
         if head is None:
             return False
         confirmed = self._confirmed
@@ -183,11 +188,10 @@ class WeightFollower:
                 f"the channel's head {head} is older than {confirmed.policy}, which is served: a replica that has fallen "
                 "behind, or a hub restored from a backup; it is not followed"
             )
-        content = self.mirror.content()
         if confirmed is None:
             self._check_start(head if content is None else max(head, content.policy))
         if content is None or content.policy < head:
-            self._move(head)
+            self._move(head, news)
             content = self.mirror.content()
         else:
             self.state = FollowerState.POLLING
@@ -208,13 +212,13 @@ class WeightFollower:
                 "a replica that has not caught up, or shows old weights; nothing is started from it"
             )
 
-    def _move(self, head: PolicyVersion) -> None:
+    def _move(self, head: PolicyVersion, news: News | None) -> None:
         if not self.mirror.try_turn():
             self._watch_turn()
             return
         try:
             self.state = FollowerState.FETCHING
-            self._advancer.advance_to(head)
+            self._advancer.advance_to(head, news)
         finally:
             self.mirror.end_turn()
             self.state = FollowerState.POLLING

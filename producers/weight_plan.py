@@ -68,8 +68,18 @@ class Planner:
         self._elements = sum(t.numel for t in layout.tensors)
         self._most_bytes = layout.payload_bytes * 5 // 4 + 64 * len(layout.tensors) + 2**20
 
-    def plan(self, have: State | None, head: PolicyVersion, broken: Mapping[Named, Exception]) -> Plan:
+    def plan(
+        self,
+        have: State | None,
+        head: PolicyVersion,
+        broken: Mapping[Named, Exception],
+        *,
+        newer: Sequence[IndexEntry] | None = None,
+    ) -> Plan:
         """The cheapest path from `have` to `head`, or its beginning, around the manifests in `broken`.
+
+        Args:
+            newer: the index above `have`, if it was read just now.
 
         Raises:
             ManifestError: the channel offers no path (retention or a commit may be under way: ask again later).
@@ -79,14 +89,15 @@ class Planner:
         """
         if have is not None:  # what is newer is most of the time enough, and a small part of the index
             try:
-                found = self._plan(self._usable(have.policy, broken), have, head)
+                entries = self._channel.index(above=have.policy) if newer is None else newer
+                found = self._plan(_usable(entries, broken), have, head)
             except Unusable as error:
                 if not any(isinstance(e, AnotherState) for e in error.broken.values()):
                     raise
                 found = None  # the channel's version of that number is another one: the whole index tells
             if found is not None:
                 return found
-        found = self._plan(self._usable(None, broken), have, head)
+        found = self._plan(_usable(self._channel.index(), broken), have, head)
         if found is None:
             start = f"from {have.policy} ({have.digest})" if have else "from nothing"
             around = f" around what is broken: {Unusable(broken)}" if broken else ""
@@ -101,9 +112,6 @@ class Planner:
             return Plan(tuple(self._read(path[:MOST_AT_ONCE], have, holds_nothing=have is None)))
         assert have is not None
         return Plan((), self._same_state(entries, have, head))
-
-    def _usable(self, above: PolicyVersion | None, broken: Mapping[Named, Exception]) -> list[IndexEntry]:
-        return [e for e in self._channel.index(above=above) if (e.policy, e.label) not in broken]
 
     def _same_state(self, entries: Sequence[IndexEntry], have: State, head: PolicyVersion) -> Manifest:
         """A manifest that says that the head has the digest of the weights at hand: the index alone is not believed."""
@@ -172,3 +180,7 @@ class Planner:
             raise ManifestError(f"it is of {sizes[1]} elements in {sizes[0]} bytes, the layout has {self._elements}")
         if manifest.payload_bytes > self._most_bytes:
             raise ManifestError(f"its {manifest.payload_bytes} bytes are more than such a state can take")
+
+
+def _usable(entries: Sequence[IndexEntry], broken: Mapping[Named, Exception]) -> list[IndexEntry]:
+    return [e for e in entries if (e.policy, e.label) not in broken]

@@ -165,6 +165,10 @@ class MemoryWeightChannel:
             entries = sorted(self._store.entries.values(), key=lambda e: (e.score, e.to_text()))
         return [e for e in entries if above is None or e.policy > above]
 
+    def news(self, above: PolicyVersion) -> tuple[PolicyVersion | None, list[IndexEntry]]:
+        with self._store.lock:
+            return self.head(), self.index(above=above)
+
     def lease(self, holder: str, policy: PolicyVersion, *, ttl_ms: int) -> None:
         with self._store.lock:
             self._store.leases[holder] = policy, self._store.clock_ms() + ttl_ms

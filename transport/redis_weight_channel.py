@@ -144,9 +144,17 @@ class RedisWeightChannel:
 
     def index(self, *, above: PolicyVersion | None = None) -> list[IndexEntry]:
         low = "-inf" if above is None else f"({_score(above)}"
-        reply = self._guard.repeat(lambda: self._client.zrangebyscore(self._keys.weight_index, low, "+inf"))
-        members = texts_of(reply, "the weight index")
-        return [IndexEntry.from_text((member or b"").decode("utf-8", "replace")) for member in members]
+        return _entries(self._guard.repeat(lambda: self._client.zrangebyscore(self._keys.weight_index, low, "+inf")))
+
+    def news(self, above: PolicyVersion) -> tuple[PolicyVersion | None, list[IndexEntry]]:
+        def call() -> list[object]:
+            pipe = self._client.pipeline(transaction=True)
+            pipe.get(self._keys.head).zrangebyscore(self._keys.weight_index, f"({_score(above)}", "+inf")
+            replies: list[object] = pipe.execute()
+            return replies
+
+        head, members = self._guard.repeat(call)
+        return head_of(text_of(head, "the head"), self._keys.run), _entries(members)
 
     def lease(self, holder: str, policy: PolicyVersion, *, ttl_ms: int) -> None:
         keys = [self._keys.weight_leases, self._keys.weight_leases_until]
@@ -267,6 +275,11 @@ class RedisWeightChannel:
 
 def _head_text(policy: PolicyVersion) -> str:
     return json.dumps({"epoch": policy.epoch, "version": policy.version})
+
+
+def _entries(reply: object) -> list[IndexEntry]:
+    members = texts_of(reply, "the weight index")
+    return [IndexEntry.from_text((member or b"").decode("utf-8", "replace")) for member in members]
 
 
 def _score(policy: PolicyVersion) -> str:

@@ -82,6 +82,10 @@ class WeightChannel(Protocol):
         """Entries of every manifest, ascending by version; with `above` only those of versions after it."""
         ...
 
+    def news(self, above: PolicyVersion) -> tuple[PolicyVersion | None, list[IndexEntry]]:
+        """`head()` and `index(above=above)` of one moment, in one round trip."""
+        ...
+
     def lease(self, holder: str, policy: PolicyVersion, *, ttl_ms: int) -> None:
         """`holder` serves or starts from `policy`; replaces its lease before. Needs the hub, not a replica."""
         ...

@@ -265,7 +265,9 @@ class ChannelSection(Section):
     codec_threads: int = Field(
         2, ge=1, le=256, description="threads of the delta codec, in the learner and in producers"
     )
-    fetch_threads: int = Field(8, ge=1, le=256, description="chunks fetched at once by a follower")
+    fetch_threads: int = Field(
+        64, ge=1, le=256, description="chunks fetched at once by a follower: over a WAN each costs a round trip"
+    )
     skip_levels: int = Field(
         10,
         ge=0,

@@ -59,6 +59,9 @@ def test_the_index_ascends_over_epochs_and_can_be_read_from_a_version_on(world):
     assert shown(channel.index(above=v(8))) == ["e1.v9 delta", "e1.v10 delta", "e2.v4 fork", "e2.v5 delta"]
     assert shown(channel.index(above=v(4, 2))) == ["e2.v5 delta"]
     assert channel.index(above=v(99, 2)) == []
+    head, newer = channel.news(v(4, 2))
+    assert (head, newer) == (channel.head(), channel.index(above=v(4, 2)))
+    assert channel.news(v(99, 2)) == (channel.head(), [])
 
 
 def test_anchors_and_skips_stand_beside_deltas_and_leave_the_head(world):

@@ -131,3 +131,13 @@ def test_each_base_is_what_the_manifest_before_results_in(world: World) -> None:
     world.rewrite("delta", PolicyVersion(1, 2), base=manifest.base.model_copy(update={"digest": "4" * 32}))
     with pytest.raises(Unusable, match=r"delta e1\.v2: it goes on from digest 4444"):
         world.planner.plan(world.start, world.head, {})
+
+
+def test_what_was_read_with_the_head_is_not_read_again(world: World) -> None:
+    world.publisher.step()
+    head, newer = world.channel.news(HERE)
+    world.channel.asked.clear()
+    plan = world.planner.plan(world.start, world.head, {}, newer=newer)
+    assert head == world.head
+    assert plan.path == (f"delta {world.head}",)
+    assert world.channel.asked == ["1 manifests"]
