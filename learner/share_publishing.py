@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-import numpy as np
 import structlog
 
 from anabranch.kernels.delta_chunk import Piece
 from anabranch.kernels.delta_codec import encode_job
 from anabranch.kernels.delta_plan import Source, plan_jobs
-from anabranch.kernels.digest import NOTHING, Sums, add_sums, subtract_sums, sums_at, tensor_sums
+from anabranch.kernels.digest import NOTHING, Sums, add_sums, tensor_sums
 from anabranch.kernels.workers import Workers
 from anabranch.learner.commits import PATIENCE, POLL_S, Commits
 from anabranch.learner.compactor import Compactor, Outcome
@@ -149,7 +148,7 @@ class SharePublishing:
         sums = _growth(changes)
         self._history.advance(order.version, changes)
         free()
-        changed = sum(change.indices.size for change in changes)
+        changed = sum(change.count for change in changes)
         own = self._record(order.version, "delta", chunks=chunks, changed=changed, sums=sums)
         manifest = None
         if self._commits is None:
@@ -281,7 +280,5 @@ def _growth(changes: Iterable[Change]) -> dict[int, Sums]:
     """By how much the sums of each tensor grow."""
     grown: dict[int, Sums] = {}
     for change in changes:
-        at = change.indices.astype(np.int64) + change.piece.start
-        by = subtract_sums(sums_at(at, change.new), sums_at(at, change.old))
-        grown[change.piece.tensor] = add_sums(grown.get(change.piece.tensor, NOTHING), by)
+        grown[change.piece.tensor] = add_sums(grown.get(change.piece.tensor, NOTHING), change.sums())
     return grown

@@ -23,11 +23,13 @@ from anabranch.kernels.delta_chunk import Piece
 from anabranch.kernels.delta_dtypes import Bits
 from anabranch.kernels.delta_plan import Source
 from anabranch.kernels.delta_sparse import Part
+from anabranch.kernels.digest import Sums, subtract_sums, sums_at, tensor_sums
 from anabranch.kernels.undo import Indices, marked, merge_undo, put_bits, take_bits
 from anabranch.learner.shares import ShareImage
 from anabranch.schemas.errors import AnabranchError
 
 Job = tuple[Piece, ...]
+_INDEX_BYTES = 4
 
 
 class VersionGoneError(AnabranchError):
@@ -36,18 +38,31 @@ class VersionGoneError(AnabranchError):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a version changes of `piece`: at `indices` (uint32 [k] from its start, ascending) the bits [k] before and
-    after."""
+    """What a version changes of `piece`, `count` elements: at `indices` (uint32 [k] from its start, ascending) the bits [k]
+    before and after; where those would take as much memory as the piece, `indices` is None and the bits are all of it:
+    those of the part, not copies."""
 
     piece: Piece
-    indices: Indices
+    indices: Indices | None
     old: Bits
     new: Bits
+    count: int
 
     @classmethod
     def of(cls, part: Part) -> Change:
+        if part.changed * (_INDEX_BYTES + part.old.itemsize) >= part.old.nbytes:
+            return cls(part.piece, None, part.old, part.new, part.changed)
         indices = marked(part.words, part.changed)
-        return cls(part.piece, indices, take_bits(part.old, indices), take_bits(part.new, indices))
+        return cls(part.piece, indices, take_bits(part.old, indices), take_bits(part.new, indices), part.changed)
+
+    def sums(self) -> Sums:
+        """By how much those of the tensor grow."""
+        if self.indices is None:
+            old, new = tensor_sums(self.old, self.piece.start), tensor_sums(self.new, self.piece.start)
+        else:
+            at = self.indices.astype(np.int64) + self.piece.start
+            old, new = sums_at(at, self.old), sums_at(at, self.new)
+        return subtract_sums(new, old)
 
 
 @dataclass(slots=True)
@@ -130,10 +145,12 @@ class VersionHistory:
         for change in changes:
             unit = self._units[change.piece]
             with unit.lock:
-                undo = _Undo(self.head, change.indices, change.old)
-                if change.indices.nbytes + change.old.nbytes >= unit.image.nbytes:
+                if change.indices is None:
                     undo = _Undo(self.head, None, unit.image.copy())
-                put_bits(unit.image, change.indices, change.new)
+                    np.copyto(unit.image, change.new)
+                else:
+                    undo = _Undo(self.head, change.indices, change.old)
+                    put_bits(unit.image, change.indices, change.new)
                 unit.undo.append(undo)
             self.nbytes += undo.nbytes
         self._kept.append(self.head)

@@ -3,7 +3,7 @@
 Invariant: the head moves only when all chunks of all ranks, the digest and the manifest are stored, version by version.
 A publisher that has failed publishes nothing further, and says so at the next call; what is committed stays as it was.
 Memory: an image of the share, one snapshot, undo records up to `channel.skip_memory_bytes`, and while a version is being
-published its changes: 4 bytes and two bit patterns for each changed element. Held by
+published its changes: 4 bytes and two bit patterns for each changed element, less where many change. Held by
 tests/unit/learner/test_weight_publisher.py and tests/process/test_publisher_memory.py.
 
 Order of calls, the same on every rank: `open`, then `publish` of every version; `close` at the end. On rank 0 also

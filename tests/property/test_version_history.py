@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from anabranch.kernels.delta_chunk import Piece
 from anabranch.kernels.delta_codec import encode_job
 from anabranch.kernels.delta_plan import plan_jobs
+from anabranch.kernels.digest import subtract_sums, tensor_sums
 from anabranch.kernels.undo import merge_undo, put_bits
 from anabranch.learner.shares import ShareImage
 from anabranch.learner.version_history import Change, VersionGoneError, VersionHistory
@@ -133,6 +134,23 @@ def test_records_never_weigh_more_than_a_copy_of_every_kept_state() -> None:
     lab.tidy()
     assert lab.history.nbytes <= (len(lab.history.versions()) - 1) * sum(lab.live.bits(piece).nbytes for piece in SHARE)
     lab.check()
+
+
+@pytest.mark.parametrize("density", [0.05, 0.9])
+def test_a_change_takes_less_memory_than_what_it_changes_and_says_how_the_digest_moves(density: float) -> None:
+    lab = Lab(0, levels=1)
+    for piece in SHARE:
+        bits = lab.live.bits(piece)
+        bits[lab.rng.random(bits.size) < density] += 1
+    for job in lab.jobs:
+        for part in encode_job(LAYOUT, job, lab.history.at(0), lab.live).parts:
+            change, start = Change.of(part), part.piece.start
+            assert change.sums() == subtract_sums(tensor_sums(part.new, start), tensor_sums(part.old, start))
+            if change.indices is None:
+                assert np.shares_memory(change.new, part.new), "not a copy"
+            else:
+                assert change.indices.nbytes + change.old.nbytes < part.old.nbytes
+            assert change.count == part.changed
 
 
 def test_no_record_is_left_when_nothing_is_kept() -> None:
