@@ -1,23 +1,29 @@
 """`anabranch weights rollback`: an older version becomes the head again, in an epoch of its own.
 
 Invariant: nothing is taken back and no bytes move: a new epoch begins with a fork of the version, which followers reach as
-they reach any version. A learner that still publishes is fenced by the new epoch, so it is not done behind its back
-without being told to. Held by tests/unit/deploy/test_weights_rollback.py.
+they reach any version. It is not done before the whole way from nothing to the version has been read and found intact
+(`check_way`). A learner that still publishes is fenced by the new epoch, so it is not done behind its back without being
+told to. Held by tests/unit/deploy/test_weights_rollback.py.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from anabranch.deploy.delta_progress import progress
 from anabranch.deploy.weights_versions import age_text, find_version, published_head
+from anabranch.kernels.delta_codec import CODEC
 from anabranch.schemas.errors import ConfigError, ManifestError, TemporaryError, UsageError
 from anabranch.schemas.manifest import Base, Manifest
 from anabranch.schemas.metrics import LearnerStatus
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.boards import STALE_AFTER_MS, RunBoard
 from anabranch.transport.signing import Signer
 from anabranch.transport.weight_channel import WeightChannel
+from anabranch.transport.weight_intact import first_broken
 from anabranch.transport.weight_path import State, cheapest_path, path_bytes
 
 LEARNER_DONE = "done"  # learner.loop.LearnerState.DONE, which this layer must not need to import
@@ -25,12 +31,13 @@ LEARNER_DONE = "done"  # learner.loop.LearnerState.DONE, which this layer must n
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a rollback would do. `cost_bytes`: payload for a follower that serves the head."""
+    """What a rollback would do. `cost_bytes`: payload for a follower that serves the head. `way`: from nothing."""
 
     target: PolicyVersion
     head: PolicyVersion
     learner_step: int
     cost_bytes: int
+    way: Sequence[IndexEntry]
     learner: str  # a learner that reports, in words; "" if none does
 
 
@@ -46,12 +53,35 @@ def plan_rollback(channel: WeightChannel, runs: RunBoard, run: str, name: str, *
     digests = {entry.policy: entry.digest for entry in entries}
     if target.digest == digests.get(head):
         raise UsageError(f"the head is {head}, which is the state of {target.policy} already")
-    if cheapest_path(entries, None, target.policy) is None:
+    way = cheapest_path(entries, None, target.policy)
+    if way is None:
         raise ManifestError(f"no path leads to {target.policy} from nothing, so not every follower could get there")
     there = cheapest_path(entries, State(head, digests.get(head, "")), target.policy)
     step = _manifest(channel, target.policy, target.labels[0]).learner_step
     learner = _reporting(runs.learner(), now_ms if now_ms is not None else time.time_ns() // 1_000_000)
-    return Plan(target.policy, head, step, path_bytes(there or ()), learner)
+    return Plan(target.policy, head, step, path_bytes(there or ()), way, learner)
+
+
+def check_way(channel: WeightChannel, plan: Plan, *, check_signature: Callable[[Manifest], None], threads: int) -> None:
+    """Read every byte of the way from nothing to `plan.target`, `threads` chunks at once, with a bar on a terminal.
+
+    Raises ManifestError if a manifest or chunk of it is missing, altered, or refused by `check_signature`.
+    """
+
+    def check(manifest: Manifest) -> None:
+        check_signature(manifest)
+        if manifest.codec != CODEC:
+            raise ManifestError(f"its codec is {manifest.codec[:100]!r}; this program reads {CODEC!r}")
+
+    with progress(f"reading the way to {plan.target}", path_bytes(plan.way)) as advance:
+        broken = first_broken(channel, plan.way, threads=threads, progress=advance, check=check)
+    if broken is not None:
+        entry, reason = broken
+        raise ManifestError(
+            f"{plan.target} cannot become the head: {entry.policy} {entry.label}, on the way to it from nothing, cannot be "
+            f"read: {reason}. Nothing was changed; choose another version (anabranch weights verify lists all that is "
+            "broken)"
+        )
 
 
 def _reporting(status: LearnerStatus | None, now_ms: int) -> str:

@@ -18,10 +18,9 @@ from anabranch.deploy import (
     weights_gc,
     weights_log,
     weights_path,
-    weights_rollback,
     weights_show,
 )
-from anabranch.deploy.weights_keys import signature_words
+from anabranch.deploy.weights_keys import signature_check, signature_words
 from anabranch.deploy.weights_pins import pin, unpin
 from anabranch.deploy.weights_versions import NOTHING
 from anabranch.schemas.config import RunConfig
@@ -106,11 +105,19 @@ def _unpin(args: argparse.Namespace, config: RunConfig, hub: Hub) -> None:
 
 
 def _rollback(args: argparse.Namespace, config: RunConfig, hub: Hub) -> None:
+    from anabranch.deploy import weights_rollback  # as above
+
     key = config.channel.signing_key_file
     signer = load_signer(key) if key else None
     plan = weights_rollback.plan_rollback(hub.channel, hub.runs, config.run.name, args.version)
     if not args.force:
         weights_rollback.refuse_while_learning(plan)
+    weights_rollback.check_way(
+        hub.channel,
+        plan,
+        check_signature=signature_check(config.channel.trusted_keys),
+        threads=config.channel.fetch_threads,
+    )
     print(weights_rollback.describe(plan))
     if not args.yes:
         if not sys.stdin.isatty():

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.deploy.weights_rollback import describe, plan_rollback, refuse_while_learning, roll_back
+from anabranch.deploy.weights_keys import signature_check
+from anabranch.deploy.weights_rollback import check_way, describe, plan_rollback, refuse_while_learning, roll_back
 from anabranch.schemas.errors import ConfigError, ManifestError, TemporaryError, UsageError
 from anabranch.schemas.metrics import LearnerStatus
 from anabranch.schemas.versions import PolicyVersion
@@ -111,3 +112,27 @@ def test_a_version_that_left_meanwhile_changes_nothing(made, runs):
     with pytest.raises(UsageError, match=r"e1.v3 is not on the channel"):
         roll_back(made.channel, "r", plan, None, signature_needed=False)
     assert store.epoch == 2
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_a_way_with_a_chunk_missing_or_damaged_is_refused(made, runs, version):
+    plan = plan_rollback(made.channel, runs, "r", "e1.v3")
+    assert [entry.policy.version for entry in plan.way] == [0, 2, 3]
+    check_way(made.channel, plan, check_signature=signature_check(()), threads=3)
+    label = next(entry.label for entry in plan.way if entry.policy.version == version)
+    (manifest,) = made.channel.manifests([(PolicyVersion(1, version), label)])
+    held = made.channel._store.blobs.chunks
+    content = held.pop(manifest.chunks[-1].digest)
+    with pytest.raises(ManifestError, match=rf"e1.v3 cannot become the head: e1.v{version} {label}.* is not in"):
+        check_way(made.channel, plan, check_signature=signature_check(()), threads=3)
+    held[manifest.chunks[-1].digest] = content[:-1]
+    with pytest.raises(ManifestError, match=r"was altered.*choose another version"):
+        check_way(made.channel, plan, check_signature=signature_check(()), threads=3)
+
+
+def test_a_way_that_followers_would_not_take_is_refused(made, runs, tmp_path):
+    plan = plan_rollback(made.channel, runs, "r", "e1.v3")
+    key = write_key_pair(tmp_path / "key.pem")
+    with pytest.raises(ManifestError, match=r"e1.v0 anchor.*it is not signed"):
+        check_way(made.channel, plan, check_signature=signature_check([key]), threads=1)
+    assert made.channel.head() == PolicyVersion(2, 8)
