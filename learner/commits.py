@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ import structlog
 from anabranch.kernels.delta_codec import CODEC
 from anabranch.kernels.digest import NOTHING, Sums, add_sums, digest_of_sums
 from anabranch.learner.compactor import NO_MEMORY
+from anabranch.learner.fork_way import Way
 from anabranch.learner.known_entries import KnownEntries
 from anabranch.learner.publish_order import AnchorOrder, EpochOpening
 from anabranch.learner.share_record import ShareRecord, read_record
@@ -31,7 +32,6 @@ from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.retry import retry_until
 from anabranch.transport.signing import Signer
 from anabranch.transport.weight_channel import WeightChannel
-from anabranch.transport.weight_path import cheapest_path
 
 T = TypeVar("T")
 POLL_S = 0.01
@@ -64,12 +64,15 @@ class Commits:
         world_size: int,
         reach: int,
         deadline_s: float,
+        threads: int,
+        progress: Callable[[], object],
         signer: Signer | None,
         on_committed: Callable[[Manifest], object],
         should_stop: Callable[[], bool],
     ) -> None:
         self._channel, self._layout, self._opening = channel, layout, opening
         self._world_size, self._reach, self._deadline_s = world_size, reach, deadline_s
+        self._threads, self._progress = threads, progress
         self._signer, self._on_committed, self._should_stop = signer, on_committed, should_stop
         self._sums: dict[int, Sums] = dict.fromkeys(range(len(layout.tensors)), NOTHING)
         self._tensor_digests = {t.name: digest_of_sums(NOTHING) for t in layout.tensors}
@@ -91,8 +94,12 @@ class Commits:
         self._digests[version] = digest
         same = {e.policy for e in entries if e.digest == digest and e.policy.version == version}
         older = sorted((p for p in same if p.epoch < self._opening.epoch), reverse=True)
-        found = next((p for p in older if cheapest_path(entries, None, p)), None)
+        found = next((p for p in older if self._can_be_followed(entries, p)), None)
         return None if found is None else Base(epoch=found.epoch, version=found.version, digest=digest)
+
+    def _can_be_followed(self, entries: Sequence[IndexEntry], policy: PolicyVersion) -> bool:
+        way = Way(self._channel, entries, policy, threads=self._threads, progress=self._progress)
+        return self._call(lambda: way.can_be_followed(time_s=self._deadline_s / 2), f"to read the way to {policy}")
 
     def begin(self, own: ShareRecord, fork: Base | None) -> Manifest:
         """Commit the epoch's first version: `fork`, or the anchor that `own` is a share of."""

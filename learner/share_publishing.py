@@ -98,6 +98,8 @@ class SharePublishing:
                 world_size=share.world_size,
                 reach=2**config.skip_levels,
                 deadline_s=config.connect_deadline_s,
+                threads=config.codec_threads,
+                progress=progress,
                 signer=signer,
                 on_committed=on_manifest,
                 should_stop=stopping.is_set,

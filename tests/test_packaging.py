@@ -78,7 +78,7 @@ def source_files() -> set[str]:
     found = set()
     for folder, _, names in os.walk(PACKAGE, followlinks=True):
         for name in names:
-            if name.endswith((".py", ".lua", ".toml", ".sh", ".html", ".json")):
+            if name.endswith((".py", ".conf", ".lua", ".toml", ".sh", ".html", ".json")):
                 found.add(f"anabranch/{(Path(folder) / name).relative_to(PACKAGE).as_posix()}")
     return found
 
@@ -133,7 +133,7 @@ sys.path.append({site!r})
 from importlib.resources import files
 from anabranch.cli.main import main
 import anabranch
-for folder, pattern in (("transport/lua", ".lua"), ("deploy/presets", ".toml")):
+for folder, pattern in (("transport/lua", ".lua"), ("deploy/presets", ".toml"), ("deploy/redis", ".conf")):
     found = [f for f in files("anabranch").joinpath(folder).iterdir() if f.name.endswith(pattern)]
     assert found and all(f.read_text() for f in found), folder
 main(["config"])

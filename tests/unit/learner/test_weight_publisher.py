@@ -13,6 +13,7 @@ from anabranch.learner import housekeeper
 from anabranch.learner.publish_order import AnchorOrder
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.signing import Verifier, write_key_pair
+from anabranch.transport.weight_intact import first_broken
 from anabranch.transport.weight_path import cheapest_path, path_bytes
 from anabranch.transport.weight_retention import MANIFEST_BYTES, held_bytes
 from tests.publisher_lab import LAYOUT, Lab, connect_to
@@ -190,6 +191,26 @@ def test_an_epoch_does_not_begin_as_a_fork_of_what_cannot_be_reached_any_more(la
     head = channel.head()
     assert head == PolicyVersion(2, 2)
     assert cheapest_path(channel.index(), None, head)
+
+
+def test_an_epoch_does_not_begin_as_a_fork_when_a_chunk_of_the_way_is_lost(lab: Lab) -> None:
+    """A newcomer could not get past it, and no step would be taken that leads to the next anchor."""
+    with lab.ranks() as first:
+        first.open()
+        lab.step()
+        first.publish()
+        lab.note(first)
+    channel = lab.world.channel()
+    (anchor,) = channel.manifests([(PolicyVersion(1, 0), "anchor")])
+    assert anchor is not None
+    channel.blobs.delete([anchor.chunks[-1].digest])
+    with lab.ranks(fork_version=1) as second:
+        second.open()
+        assert second.lead.published is not None
+        assert second.lead.published.manifest.kind == "anchor"
+    path = cheapest_path(channel.index(), None, PolicyVersion(2, 1))
+    assert path is not None
+    assert first_broken(channel, path) is None
 
 
 def test_an_anchor_comes_when_the_way_to_the_head_costs_more_than_one(lab: Lab) -> None:
