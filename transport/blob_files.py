@@ -20,9 +20,9 @@ _FORGOTTEN_S = 3600.0
 def write_durably(target: Path, content: bytes, *, aside: Path) -> None:
     """Write into the folder `aside`, fsync, rename to `target`. Raises OSError; nothing is left behind then."""
     if not aside.is_dir():
-        _make(aside)
+        make_durably(aside)
     if not target.parent.is_dir():
-        _make(target.parent)
+        make_durably(target.parent)
         _sweep(aside)  # now and then: as often as a folder is new
     written = aside / f"{uuid.uuid4().hex}.tmp"
     try:
@@ -39,8 +39,8 @@ def write_durably(target: Path, content: bytes, *, aside: Path) -> None:
     sync_directory(target.parent)
 
 
-def _make(folder: Path) -> None:
-    """Make `folder` and those above it, each durable in the one above."""
+def make_durably(folder: Path) -> None:
+    """Make `folder` and those above it, each durable in the one above. Raises OSError."""
     missing = [folder]
     while not missing[-1].parent.is_dir():
         missing.append(missing[-1].parent)

@@ -3,11 +3,13 @@
 Invariant: that of `blob_store.py`. A chunk appears under its name whole or not at all, in a directory also after a power
 cut. Every call ends: connecting, a silent server and repetitions are bounded by `deadline_s`, and what fails names the
 store, without credentials. Objects are RUN/blobs/AB/ABCD... under the path of the URL.
-Held by tests/contract/test_blob_store.py.
+A directory is made by the first `put` alone, and only its last component, so that neither a reader nor a path that is
+wrong or not mounted leaves an empty store behind. Held by tests/contract/test_blob_store.py.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +23,9 @@ from obstore import exceptions
 from obstore.store import LocalStore, from_url
 
 from anabranch.schemas.config import ChannelSection
+from anabranch.schemas.config.channel_rules import check_blobs
 from anabranch.schemas.errors import AnabranchError, BackpressureError, ConfigError, DeltaError, StreamUnavailableError
-from anabranch.transport.blob_files import write_durably
+from anabranch.transport.blob_files import make_durably, write_durably
 from anabranch.transport.blob_store import BlobInfo, blob_digest, checked_blob
 
 T = TypeVar("T")
@@ -56,6 +59,7 @@ class ObjectBlobStore:
         self._where = f"the blob store {_shown(url)}"
         self._run = run
         self._directory = Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None
+        self._seen = False  # the directory: one that has been there is not made again
         self._store = self._open(url, dict(options or {}), deadline_s)
 
     def _open(self, url: str, options: dict[str, str], deadline_s: float) -> Any:
@@ -68,10 +72,15 @@ class ObjectBlobStore:
         client["timeout"] = timedelta(seconds=10 * deadline_s)  # a whole answer, as long as bytes keep coming
         retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=deadline_s / 2)}
         try:
+            check_blobs(url)
             if self._directory is not None:
                 if options:
                     raise ConfigError(f"{self._where} is a directory: it takes no options ({', '.join(options)})")
-                return LocalStore(self._directory, mkdir=True)
+                return None  # until it is there, see `_reach`
+            if url.startswith("az://"):  # obstore takes the host for the container, and the account as an option
+                parts = urlsplit(url)
+                options.setdefault("account_name", parts.netloc)
+                url = f"az://{parts.path.lstrip('/')}"
             return from_url(url, config=options, client_options=client, retry_config=retry)  # type: ignore[call-overload]
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
             raise ConfigError(f"{self._where} cannot be used: {_reason(error)}; see channel.blobs") from None
@@ -80,15 +89,43 @@ class ObjectBlobStore:
         digest = blob_digest(payload)
         path = self._path(digest)
         if (directory := self._directory) is not None:
+            self._make_directory(directory)
             self._call(lambda: write_durably(directory / path, payload, aside=directory / self._run / "aside"))
         else:
             self._call(lambda: obstore.put(self._store, path, payload, chunk_size=_PART_BYTES))
         return digest
 
+    def _make_directory(self, directory: Path) -> None:
+        if self._call(directory.is_dir):
+            self._seen = True
+        elif self._seen or not self._call(directory.parent.is_dir):
+            raise self._not_there(directory)
+        else:
+            self._call(lambda: make_durably(directory))
+
+    def _not_there(self, directory: Path) -> AnabranchError:
+        above = "" if os.path.isdir(directory.parent) else f", and neither does {directory.parent}"
+        return StreamUnavailableError(
+            f"{self._where} does not exist on this machine{above}; mount it, make it, or correct channel.blobs"
+        )
+
+    def _reach(self) -> Any:
+        """The store to read from. Raises StreamUnavailableError if it is a directory that does not exist."""
+        if (directory := self._directory) is None:
+            return self._store
+        if not self._call(directory.is_dir):
+            raise self._not_there(directory)
+        self._seen = True
+        if self._store is None:
+            self._store = self._call(lambda: LocalStore(directory))
+        return self._store
+
     def get(self, digest: str, size_bytes: int) -> bytes:
+        store = self._reach()
+
         def call() -> bytes | None:
             try:
-                found = obstore.get(self._store, self._path(digest))
+                found = obstore.get(store, self._path(digest))
             except _MISSING as error:
                 if _NO_BUCKET.search(str(error)):
                     raise
@@ -108,16 +145,18 @@ class ObjectBlobStore:
             self._delete(paths[first : first + _BULK])
 
     def _delete(self, paths: list[str]) -> None:
+        store = self._reach()
+
         def one(path: str) -> None:
             try:
-                obstore.delete(self._store, path)
+                obstore.delete(store, path)
             except _MISSING as error:
                 if _NO_BUCKET.search(str(error)):
                     raise
 
         def call() -> None:
             try:
-                obstore.delete(self._store, paths)
+                obstore.delete(store, paths)
             except _MISSING:  # some stores say so of one that is gone, and leave the rest
                 for path in paths:
                     one(path)
@@ -126,7 +165,8 @@ class ObjectBlobStore:
 
     def list(self) -> Iterator[BlobInfo]:
         """Ages are by this machine's clock against the store's time stamps."""
-        pages = self._call(lambda: obstore.list(self._store, prefix=f"{self._run}/blobs", chunk_size=1000))
+        store = self._reach()
+        pages = self._call(lambda: obstore.list(store, prefix=f"{self._run}/blobs", chunk_size=1000))
         while page := self._call(lambda: next(pages, None)):
             now = time.time()
             for meta in page:

@@ -20,6 +20,7 @@ from anabranch.schemas.config.models import RunConfig
 from anabranch.schemas.errors import ConfigError, UnsafeSamplingError, redact_url
 
 ENV_PREFIX = "ANABRANCH__"
+_MAY_HOLD_SECRETS = frozenset({"url", "weights_url", "blobs", "blob_options"})  # a mistaken value is not quoted
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
@@ -128,7 +129,8 @@ def _explain(error: Any, origins: Mapping[tuple[str, ...], str]) -> str:
         return f"unknown key {key}{where}; {hint}"
     message = str(error["msg"]).removeprefix("Value error, ")
     given = error.get("input")
-    shown = "" if isinstance(given, dict | BaseModel) or "url" in loc else f" (got {redact_url(repr(given))})"
+    hidden = isinstance(given, dict | BaseModel) or not _MAY_HOLD_SECRETS.isdisjoint(loc)
+    shown = "" if hidden else f" (got {redact_url(repr(given))})"
     return f"{key}{where}: {message}{shown}"
 
 
@@ -156,7 +158,7 @@ def _known_keys(path: list[str]) -> list[str]:
 def _redact(node: Any) -> None:
     if isinstance(node, dict):
         for key, value in node.items():
-            if key == "url" and isinstance(value, str):
+            if key in ("url", "weights_url") and isinstance(value, str):
                 node[key] = redact_url(value)
             else:
                 _redact(value)

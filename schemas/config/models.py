@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from anabranch.schemas.config import learner_rules
+from anabranch.schemas.config import channel_rules, learner_rules
 from anabranch.schemas.errors import UnsafeSamplingError, redact_url
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -250,7 +250,8 @@ class LearnerSection(Section):
 class ChannelSection(Section):
     blobs: str = Field(
         "redis",
-        description="where weight chunks are kept: redis (the hub), or s3://BUCKET/PREFIX, gs://, az://, file:///DIR; "
+        description="where weight chunks are kept: redis (the hub), or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+        "az://ACCOUNT/CONTAINER/PREFIX, file:///DIR; "
         "credentials come from the environment (AWS_ACCESS_KEY_ID, ...), never from here",
     )
     blob_options: dict[str, str] = Field(
@@ -299,24 +300,27 @@ class ChannelSection(Section):
     @field_validator("trusted_keys", mode="before")
     @classmethod
     def _keys(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
+        if not isinstance(value, list | tuple):
+            raise ValueError('a list of Ed25519 public keys of 64 hex digits each, such as ["ab12..."]')
+        return tuple(value)
 
     @field_validator("trusted_keys")
     @classmethod
     def _hex_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         for key in keys:
-            if not re.fullmatch(r"[0-9a-f]{64}", key):
-                raise ValueError(
-                    f"{key[:80]!r} is not an Ed25519 public key (64 hex digits; see anabranch weights keygen)"
-                )
+            channel_rules.check_trusted_key(key)
         return keys
 
     @field_validator("blobs")
     @classmethod
     def _known_store(cls, blobs: str) -> str:
-        if blobs != "redis" and not re.match(r"(s3|gs|az|file)://.", blobs):
-            raise ValueError(f"{redact_url(blobs)!r} is neither redis nor an s3://, gs://, az:// or file:// URL")
+        channel_rules.check_blobs(blobs)
         return blobs
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Self:
+        channel_rules.check_blob_options(self.blobs, self.blob_options)
+        return self
 
 
 class StreamSection(Section):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.schemas.config import load_config
-from anabranch.schemas.errors import ConfigError, DeltaError
+from anabranch.schemas.errors import ConfigError, DeltaError, StreamUnavailableError
 from anabranch.schemas.keys import Keys
 from anabranch.transport.blob_store import BlobStore, blob_digest
 from anabranch.transport.memory_blob_store import MemoryBlobStore
@@ -48,6 +48,7 @@ def place(request: pytest.FixtureRequest, keys: Keys, tmp_path: Path) -> Iterato
         there.close()
     elif request.param == "directory":
         folder = tmp_path / "a b" / "blobs"
+        folder.mkdir(parents=True)
 
         def file(digest: str) -> Path:
             return folder / keys.run / "blobs" / digest[:2] / digest
@@ -145,6 +146,7 @@ def test_runs_do_not_see_each_other(place, keys, tmp_path, s3, client):
     if isinstance(mine, MemoryBlobStore):
         pytest.skip("a store of its own for every run")
     digest = mine.put(b"mine")
+    (tmp_path / "a b" / "blobs").mkdir(parents=True, exist_ok=True)
     others = (
         RedisBlobStore(client, Keys(keys.run + "x")),
         ObjectBlobStore(f"file://{tmp_path}/a%20b/blobs", keys.run + "x"),
@@ -237,7 +239,9 @@ def test_the_store_is_the_one_that_the_configuration_names(tmp_path, s3):
         ("s3://b/p", {"nonsense": "1"}, "'nonsense' is not valid for store 'S3'"),
         ("s3://", {}, "cannot be used"),
         ("file:///tmp/x", {"region": "eu"}, "takes no options"),
-        ("file:///proc/nowhere", {}, "cannot be used"),
+        ("file://relative/x", {}, "'relative' would be a host"),
+        ("az://account", {}, "names no container"),
+        ("s3://k:s3cret@b/p", {}, "credentials do not belong into the URL"),
         ("ftp://b/p", {}, "cannot be used"),
     ],
 )
@@ -245,3 +249,38 @@ def test_an_unusable_store_is_a_configuration_error(url, options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         ObjectBlobStore(url, "r", options=options)
     assert caught.value.exit_code == 78
+    assert "s3cret" not in str(caught.value)
+
+
+def test_reading_from_a_directory_that_does_not_exist_says_so_and_makes_none(tmp_path):
+    store = ObjectBlobStore(f"file://{tmp_path}/there", "r")
+    for call in (lambda: store.get("f" * 64, 1), lambda: list(store.list()), lambda: store.delete(["f" * 64])):
+        with pytest.raises(StreamUnavailableError, match=r"/there does not exist on this machine; mount it, make it"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+    digest = ObjectBlobStore(f"file://{tmp_path}/there", "r").put(b"x")
+    assert store.get(digest, 1) == b"x"
+
+
+def test_only_the_last_component_of_a_directory_is_made_and_only_once(tmp_path):
+    deep = ObjectBlobStore(f"file://{tmp_path}/mount/there", "r")
+    with pytest.raises(
+        StreamUnavailableError, match=r"does not exist on this machine, and neither does .*/mount; mount"
+    ):
+        deep.put(b"x")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mount").mkdir()
+    deep.put(b"x")
+    deep.put(b"y")
+    (tmp_path / "mount" / "there").rename(tmp_path / "unmounted")
+    with pytest.raises(StreamUnavailableError, match="does not exist"):
+        deep.put(b"z")
+    assert list((tmp_path / "mount").iterdir()) == []
+
+
+def test_a_container_of_azure_is_that_of_its_url(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    store = ObjectBlobStore("az://account/container/pre/fix", "r")._store
+    assert store.config["account_name"] == "account"
+    assert store.config["container_name"] == "container"
+    assert store.prefix == "pre/fix"
