@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from anabranch.deploy.weights_versions import NOTHING, age_text
+from anabranch.deploy.weights_versions import NOTHING, age_text, head_or_fault
 from anabranch.schemas.errors import TrajectoryError
 from anabranch.schemas.metrics import ProducerStatus
 from anabranch.schemas.versions import PolicyVersion
@@ -29,13 +29,21 @@ class Follower:
     lease: Lease | None
 
 
-def read_followers(channel: WeightChannel, runs: RunBoard) -> tuple[PolicyVersion | None, list[Follower]]:
+@dataclass(frozen=True, slots=True)
+class Head:
+    """`fault`: why it cannot be read, else "". `policy` None: nothing is published yet, or a fault."""
+
+    policy: PolicyVersion | None
+    fault: str = ""
+
+
+def read_followers(channel: WeightChannel, runs: RunBoard) -> tuple[Head, list[Follower]]:
     """The head, and the followers by name. Raises StreamUnavailableError."""
-    head = channel.head()
+    head, fault = head_or_fault(channel)
     published = sorted({entry.policy for entry in channel.index()})
     leases = {lease.holder: lease for lease in channel.leases()}
     statuses = runs.producers()
-    return head, [
+    return Head(head, fault), [
         Follower(name, statuses.get(name), _behind(statuses.get(name), published, head), leases.get(name))
         for name in sorted(statuses.keys() | leases.keys())
     ]
@@ -58,8 +66,13 @@ def _served(status: ProducerStatus | None) -> PolicyVersion | None:
         return None
 
 
-def as_json(run: str, head: PolicyVersion | None, followers: list[Follower]) -> dict[str, Any]:
-    return {"run": run, "head": None if head is None else str(head), "followers": [_json_of(f) for f in followers]}
+def as_json(run: str, head: Head, followers: list[Follower]) -> dict[str, Any]:
+    return {
+        "run": run,
+        "head": None if head.policy is None else str(head.policy),
+        "head_error": head.fault or None,
+        "followers": [_json_of(f) for f in followers],
+    }
 
 
 def _json_of(f: Follower) -> dict[str, Any]:
@@ -87,9 +100,10 @@ def _json_of(f: Follower) -> dict[str, Any]:
     return told
 
 
-def render(run: str, head: PolicyVersion | None, followers: list[Follower], *, now_ms: int | None = None) -> str:
+def render(run: str, head: Head, followers: list[Follower], *, now_ms: int | None = None) -> str:
     now = now_ms if now_ms is not None else time.time_ns() // 1_000_000
-    lines = [NOTHING.format(run=run) if head is None else f"head {head}", ""]
+    shown = NOTHING.format(run=run) if head.policy is None else f"head {head.policy}"
+    lines = ["head: not readable" if head.fault else shown, ""]
     if not followers:
         return "\n".join([*lines, "no producer reports, and nobody holds a lease"])
     lines.append(

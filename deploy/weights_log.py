@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anabranch.deploy.weights_versions import Version, age_text, versions_of
+from anabranch.deploy.weights_versions import Version, age_text, head_or_fault, versions_of
 from anabranch.schemas.errors import ManifestError, StreamUnavailableError
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
@@ -34,8 +34,9 @@ class Line:
 
 
 def read_log(channel: WeightChannel, *, last: int, above: PolicyVersion | None = None) -> list[Line]:
-    """The newest `last` versions, of those after `above`, oldest first. Raises StreamUnavailableError."""
-    head, pins = channel.head(), channel.pins()
+    """The newest `last` versions, of those after `above`, oldest first; none is marked as the head if that
+    cannot be read. Raises StreamUnavailableError."""
+    (head, _), pins = head_or_fault(channel), channel.pins()
     leases: dict[PolicyVersion, list[Lease]] = {}
     for lease in channel.leases():
         leases.setdefault(lease.policy, []).append(lease)

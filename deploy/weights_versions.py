@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from anabranch.schemas.errors import TemporaryError, TrajectoryError, UsageError
+from anabranch.schemas.errors import ManifestError, TemporaryError, TrajectoryError, UsageError
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.weight_channel import WeightChannel
@@ -61,6 +61,14 @@ def published_head(channel: WeightChannel, run: str) -> PolicyVersion:
     if head is None:
         raise TemporaryError(NOTHING.format(run=run))
     return head
+
+
+def head_or_fault(channel: WeightChannel) -> tuple[PolicyVersion | None, str]:
+    """The head and "", or None and why it cannot be read: for those who show what else there is."""
+    try:
+        return channel.head(), ""
+    except ManifestError as error:
+        return None, str(error)
 
 
 def parse_version(text: str, head: PolicyVersion) -> PolicyVersion:

@@ -28,6 +28,7 @@ PATIENCE_S = 2.0  # how long a call that may be repeated is; covers a Redis rest
 _TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.MasterDownError)
 _CREDENTIALS = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError)
 _FULL = re.compile(r"\A(OOM|MISCONF|NOREPLICAS)\b")
+_VERSION = "it must be Redis 7.0 or later, or Valkey"
 ADVICE = "check that it runs, that the address is right and that this machine may reach it"
 
 
@@ -139,9 +140,8 @@ class Guard:
                     f"{self._where} takes no more data ({error}); nothing was lost: consumers must catch up, "
                     "or give it more memory or disk"
                 ) from error
-            raise AnabranchError(
-                f"{self._where} refused a command: {error}; it must be Redis 7.0 or later, or Valkey"
-            ) from error
+            advice = "somebody else wrote to a key of this run" if "WRONGTYPE" in str(error) else _VERSION
+            raise AnabranchError(f"{self._where} refused a command: {error}; {advice}") from error
         except exceptions.InvalidResponse as error:
             raise StreamUnavailableError(f"{self._where} does not speak Redis ({error}); {ADVICE}") from error
 

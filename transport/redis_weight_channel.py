@@ -29,7 +29,15 @@ from anabranch.transport.redis_client import Guard
 from anabranch.transport.redis_replies import head_of, text_of, texts_of
 from anabranch.transport.weight_channel import Lease, Named
 from anabranch.transport.weight_path import cheapest_path
-from anabranch.transport.weight_rules import check_run, checked_layout, checked_manifest, drop_batches, needed, refusal
+from anabranch.transport.weight_rules import (
+    check_run,
+    checked_layout,
+    checked_manifest,
+    drop_batches,
+    needed,
+    not_readable,
+    refusal,
+)
 
 SHARE_TTL_MS = 30 * 60_000
 _DISOWN_AT_ONCE = 500
@@ -79,7 +87,10 @@ class RedisWeightChannel:
 
     def open_epoch(self, *, above: int = 0) -> int:
         keys = [self._keys.epoch, self._keys.head]
-        return int(self._guard.repeat(lambda: self._open_epoch(keys=keys, args=[above])))
+        epoch, *unreadable = self._guard.repeat(lambda: self._open_epoch(keys=keys, args=[above]))
+        if unreadable:
+            raise not_readable(unreadable[0].decode(), self._keys.run)
+        return int(epoch)
 
     def put_layout(self, layout: Layout) -> None:
         self._guard.repeat(lambda: self._client.set(self._keys.layout(layout.hash), layout.to_json()))

@@ -38,7 +38,7 @@ class WeightChannel(Protocol):
 
     def open_epoch(self, *, above: int = 0) -> int:
         """A new epoch number, above every earlier one of this run and above `above`: the epoch of a checkpoint that is
-        resumed over a hub which has lost its data."""
+        resumed over a hub which has lost its data. Raises ManifestError if the head on the hub is not readable."""
         ...
 
     def put_layout(self, layout: Layout) -> None: ...
@@ -69,7 +69,7 @@ class WeightChannel(Protocol):
         the run over, and this one must not overwrite its weights, nor come back.
         Raises ManifestError if another manifest stands under that version and label; if the version is there with
         another digest; if its base is not there or has another digest; if a delta's base is not the head; if its layout
-        or (chunks in Redis) a chunk is not stored; or if it is of another run."""
+        or (chunks in Redis) a chunk is not stored; if it is of another run; or if the head is not readable."""
         ...
 
     def head(self) -> PolicyVersion | None: ...

@@ -65,6 +65,10 @@ def check_run(manifest: Manifest, run: str) -> None:
         raise ManifestError(f"manifest of run {manifest.run!r} on the channel of run {run!r}")
 
 
+def not_readable(what: str, run: str) -> ManifestError:
+    return ManifestError(f"{what} of run {run!r} is not readable: it was put there by somebody else")
+
+
 def refusal(manifest: Manifest, outcome: str, details: list[str]) -> AnabranchError:
     """The error for a commit that the channel refused. A newer epoch is a ConfigError: of two learners on one run a
     restart would open yet another epoch and fence the other one, for ever in turns; after a rollback somebody decides."""
@@ -77,6 +81,8 @@ def refusal(manifest: Manifest, outcome: str, details: list[str]) -> AnabranchEr
             f"{about}{done}: another learner works on this run, or somebody rolled it back (anabranch weights rollback): "
             "this one must stop. Run one learner per run; after a rollback start it again"
         )
+    if outcome == "unreadable":
+        return ManifestError(f"{about}{not_readable(met, manifest.run)}")
     reasons = {
         "differs": "another manifest stands under that version and label",
         "passed": f"that version is not on the channel and the head is already at {met}",

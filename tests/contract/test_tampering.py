@@ -8,7 +8,7 @@ import pytest
 from redis import exceptions
 
 from anabranch.schemas.envelope import Envelope
-from anabranch.schemas.errors import DeltaError, ManifestError, StreamUnavailableError
+from anabranch.schemas.errors import AnabranchError, DeltaError, ManifestError, StreamUnavailableError
 from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
@@ -228,3 +228,42 @@ def test_a_flushed_hub_is_an_empty_channel_and_a_learner_can_begin_anew(weights,
     epoch = weights.open_epoch(above=1)
     publish(weights, keys.run, "anchor", 4, epoch=epoch)
     assert weights.head() == v(4, epoch)
+
+
+UNREADABLE = [
+    b"", b"not JSON", b"[" * 100_000, b"7", b"null", b"[1, 2]", b"{}", b'{"epoch":1}', b'{"epoch":"x","version":1}',
+    b'{"epoch":1.5,"version":1}', b'{"epoch":-1,"version":1}', b'{"epoch":NaN,"version":1}', b"\xff",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_head_that_is_not_readable_is_named_and_nothing_is_written(weights, client, keys, text):
+    manifest = describe(weights, keys.run, "delta", 5)
+    gone = weights.index()[0]
+    client.set(keys.head, text)
+    before = {key: client.dump(key) for key in client.scan_iter(f"ab:{keys.run}:*") if b":blob:" not in key}
+    calls = [lambda: weights.commit(manifest), weights.head, lambda: weights.drop([gone])]
+    if text != b'{"epoch":1}':  # all that is asked of it there
+        calls.append(weights.open_epoch)
+    for call in calls:
+        with pytest.raises(ManifestError, match=rf"the head of run '{keys.run}' is not readable"):
+            call()
+    assert {key: client.dump(key) for key in before} == before
+
+
+@pytest.mark.parametrize("text", [b"", b"x", b"-1", b"1.5"])
+def test_an_epoch_that_is_not_readable_is_named(weights, client, keys, text):
+    manifest = describe(weights, keys.run, "delta", 5)
+    client.set(keys.epoch, text)
+    for call in (lambda: weights.commit(manifest), weights.open_epoch):
+        with pytest.raises(ManifestError, match=rf"the number of the epoch that is open of run '{keys.run}' is not"):
+            call()
+    assert weights.head() == v(4)
+
+
+def test_a_key_of_another_type_is_not_taken_for_an_old_server(weights, client, keys):
+    client.delete(keys.head)
+    client.lpush(keys.head, "x")
+    for call in (weights.head, weights.open_epoch):
+        with pytest.raises(AnabranchError, match="somebody else wrote to a key of this run"):
+            call()

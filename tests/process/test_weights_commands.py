@@ -178,11 +178,47 @@ def test_following_goes_on_until_it_is_interrupted(following, client, keys):
 
 def test_nothing_is_published_yet(weights, keys):
     line = f"nothing is published yet for run {keys.run}"
-    assert shown(weights("log")) == f"{line}\n"
     assert shown(weights("followers")).startswith(line)
-    for argv in (["show", "head"], ["verify"], ["path", "nothing", "head"], ["rollback", "3", "--yes"]):
+    for argv in (
+        ["log"],
+        ["log", "--json"],
+        ["show", "head"],
+        ["verify"],
+        ["path", "nothing", "head"],
+        ["rollback", "3", "--yes"],
+    ):
         assert refused(weights(*argv)) == (75, f"anabranch weights: {line}\n")
     assert shown(weights("gc"))
+
+
+def test_a_head_that_is_not_readable_is_told_beside_all_else(made, weights, client, keys):
+    status = ProducerStatus(updated_ms=0, region="eu", pid=1, state="sampling", policy="e2.v6", last_error="why not")
+    RedisRunBoard(client, keys).report_producer("eu-0", status)
+    client.set(keys.head, "not JSON")
+    followers, log = weights("followers"), weights("log")
+    for done in (followers, log):
+        code, line = refused(done)
+        assert code == 76
+        assert f"the head of run '{keys.run}' is not readable" in line
+        assert done.stdout.startswith("head: not readable\n")
+    assert "eu-0: why not" in followers.stdout
+    assert [line.split()[0] for line in log.stdout.splitlines()[2:]] == ["version", *map(str, sorted(made.states))]
+    assert [json.loads(line)["head"] for line in weights("log", "--json").stdout.splitlines()] == [False] * len(
+        made.states
+    )
+    told = json.loads(weights("followers", "--json").stdout)
+    assert (told["head"], told["followers"][0]["producer"]) == (None, "eu-0")
+    assert "is not readable" in told["head_error"]
+
+
+def test_a_rollback_to_what_cannot_be_read_is_refused(made, weights, client, keys):
+    (manifest,) = made.channel.manifests([(PolicyVersion(1, 0), "anchor")])
+    client.unlink(keys.blob(manifest.chunks[0].digest))
+    code, line = refused(weights("rollback", "e1.v3", "--yes"))
+    assert code == 76
+    assert "e1.v3 cannot become the head: e1.v0 anchor" in line
+    assert made.channel.head() == PolicyVersion(2, 8)
+    assert made.channel.open_epoch() == 3  # the refused one has opened none
 
 
 def test_a_hub_that_is_away_is_one_line():

@@ -57,13 +57,26 @@ local function find_missing(batch)
   end
 end
 
+-- Anybody may have written to the head; a script error would not say so.
+local function is_whole(number)
+  return type(number) == 'number' and number >= 0 and number % 1 == 0
+end
+
 local opened = redis.call('GET', KEYS[2]) or '0'
+if not is_whole(tonumber(opened)) then
+  return {'unreadable', 'the number of the epoch that is open'}
+end
 if tonumber(opened) > epoch then
   return {'fenced', opened}
 end
 local head, shown = redis.call('GET', KEYS[1]), 'nothing'
-local now = head and cjson.decode(head)
-if now then
+local now
+if head then
+  local parsed
+  parsed, now = pcall(cjson.decode, head)
+  if not (parsed and type(now) == 'table' and is_whole(now.epoch) and is_whole(now.version)) then
+    return {'unreadable', 'the head'}
+  end
   shown = string.format('e%d.v%d', now.epoch, now.version)
   if now.epoch > epoch then
     return {'stale', shown}

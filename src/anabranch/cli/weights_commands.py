@@ -22,8 +22,9 @@ from anabranch.deploy import (
 )
 from anabranch.deploy.weights_keys import signature_check, signature_words
 from anabranch.deploy.weights_pins import pin, unpin
-from anabranch.deploy.weights_versions import NOTHING
+from anabranch.deploy.weights_versions import NOTHING, head_or_fault
 from anabranch.schemas.config import RunConfig
+from anabranch.schemas.errors import ManifestError, TemporaryError
 from anabranch.transport.signing import load_signer
 from anabranch.transport.wiring import Hub, connect_hub
 
@@ -41,13 +42,22 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def _end_with(fault: str) -> None:
+    """What else there is has been shown. Raises ManifestError if the head cannot be read."""
+    if fault:
+        raise ManifestError(fault)
+
+
 def _log(args: argparse.Namespace, config: RunConfig, hub: Hub) -> None:
     def row(line: weights_log.Line) -> str:
         return weights_log.json_text(line) if args.json else weights_log.text_of(line, time.time_ns() // 1_000_000)
 
     lines = weights_log.read_log(hub.channel, last=args.last)
+    _, fault = head_or_fault(hub.channel)
+    if not lines and not fault and not args.follow:
+        raise TemporaryError(NOTHING.format(run=config.run.name))
     if not args.json:
-        print(weights_log.HEADING if lines or args.follow else NOTHING.format(run=config.run.name))
+        print(f"head: not readable\n\n{weights_log.HEADING}" if fault else weights_log.HEADING)
     for line in lines:
         print(row(line))
     if args.follow:
@@ -58,6 +68,7 @@ def _log(args: argparse.Namespace, config: RunConfig, hub: Hub) -> None:
             lambda what: print(f"anabranch weights: {what}", file=sys.stderr),
             after=lines[-1].version.policy if lines else None,
         )
+    _end_with(fault)
 
 
 def _show(args: argparse.Namespace, config: RunConfig, hub: Hub) -> None:
@@ -94,6 +105,7 @@ def _followers(args: argparse.Namespace, config: RunConfig, hub: Hub) -> None:
         _print_json(weights_followers.as_json(config.run.name, head, followers))
     else:
         print(weights_followers.render(config.run.name, head, followers))
+    _end_with(head.fault)
 
 
 def _pin(args: argparse.Namespace, config: RunConfig, hub: Hub) -> None:

@@ -41,7 +41,7 @@ def runs(channel) -> MemoryRunBoard:
 
 def test_a_row_for_each_producer_and_each_lease(channel, runs):
     head, followers = read_followers(channel, runs)
-    assert head == PolicyVersion(2, 8)
+    assert head.policy == PolicyVersion(2, 8)
     assert [(f.name, f.behind) for f in followers] == [("a", 0), ("b", 8), ("c", None), ("silent", None)]
     a, b, c, silent = render("r", head, followers, now_ms=NOW_MS).splitlines()[3:7]
     assert a.split() == [
