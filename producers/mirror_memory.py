@@ -1,8 +1,8 @@
 """The memory of a node's mirror: an image of the checkpoint, and a control page that says what is in it.
 
 Invariant: both are anonymous (memfd) and go with the last process that holds them, however it ends. The image begins with
-the checkpoint at its layout's offsets; behind it lies the change log (`change_log.py`). `state` alone says whether the
-other fields of the header count: every change of them happens while it is not VALID, and it is written last. Memory that
+the checkpoint at its layout's offsets; behind it lies the change log (`change_log.py`). `state` alone says whether what
+the header says of the image counts: it changes while the state is not VALID, and the state is written last. Memory that
 another process offers is taken only if it is of this run and layout and of this format. Held by
 tests/unit/producers/test_node_mirror.py.
 """
@@ -24,7 +24,7 @@ from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
 
-MAGIC = b"ABNODE1"
+MAGIC = b"ABNODE2"
 PAGE = 4096
 LOG_SLOTS = 64
 LOG_SLACK = 4 * 2**20  # for tables beside the bits, and for models so small that a share of the image is nothing
@@ -46,6 +46,15 @@ _POLICY: list[tuple[str, str]] = [
     ("path_bytes", "<u8"),
     ("path", "S400"),
 ]
+_FAILURE: list[tuple[str, str]] = [  # of the last attempt to advance it: `turn_failures.py`
+    ("number", "<u8"),
+    ("seq", "<u8"),
+    ("not_before_s", "<f8"),
+    ("times", "<u4"),
+    ("order", "<u4"),
+    ("process", "<u4"),
+    ("text", "S400"),
+]
 HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -59,6 +68,7 @@ HEADER = np.dtype(
         ("goal_version", "<u8"),
         ("now", _POLICY),
         ("target", _POLICY),
+        ("failure", _FAILURE),
         ("slots", [("seq", "<u8"), ("offset", "<u8"), ("size", "<u8")], LOG_SLOTS),
     ]
 )

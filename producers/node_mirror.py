@@ -34,6 +34,7 @@ from anabranch.producers.mirror_lock import FileLock
 from anabranch.producers.mirror_memory import LOG_SLACK, Content, MirrorMemory, MirrorState
 from anabranch.producers.mirror_registry import NotShared, default_node_dir, find_or_make
 from anabranch.producers.mirror_sums import MirrorSums
+from anabranch.producers.turn_failures import TurnFailures
 from anabranch.schemas.errors import DeadlineError, DeltaError, ModelMismatchError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
@@ -50,7 +51,7 @@ class NodeMirror:
     def __init__(self, layout: Layout, memory: MirrorMemory, *, codec_threads: int = 1, alone: str = "") -> None:
         """Use `open_node_mirror`. `alone`: why it is not shared, "" if it is."""
         self.layout, self.alone, self._memory = layout, alone, memory
-        self.workers = Workers(codec_threads)
+        self.workers, self.failures = Workers(codec_threads), TurnFailures(memory)
         self._header = memory.header
         self._log = ChangeLog(memory, layout, budget_bytes=max(LOG_SLACK, layout.mirror_bytes // LOG_SHARE))
         control, image = (f"/proc/self/fd/{fd}" for fd in memory.descriptors)

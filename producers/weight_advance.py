@@ -1,8 +1,8 @@
 """Takes a node's mirror to the head of the channel: plan, fetch, decode, verify, write, one manifest after the other.
 
 Invariant: every manifest on the way leaves the mirror at a version whose digest was checked. What is broken (a manifest
-missing or forged, a chunk that stays bad, a wrong digest) is left out and the rest planned anew from where the mirror is, so
-the last resort is an anchor. When an update does not fit because the mirror itself was damaged, that is found out and the
+missing or forged, a chunk that stays bad, a wrong digest) is left out, by the next attempts too for a while, and the rest
+planned anew from where the mirror is, so the last resort is an anchor. When an update does not fit because the mirror itself was damaged, that is found out and the
 mirror begins anew. The next manifests' chunks are fetched while one is decoded. Held by
 tests/unit/producers/test_weight_follower.py and tests/unit/producers/test_weight_advance.py.
 """
@@ -10,17 +10,18 @@ tests/unit/producers/test_weight_follower.py and tests/unit/producers/test_weigh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from anabranch.kernels.delta_codec import decode
 from anabranch.kernels.workers import Workers
+from anabranch.producers.broken_manifests import BrokenManifests
 from anabranch.producers.fetcher import Fetcher
 from anabranch.producers.lease_keeper import LeaseKeeper
 from anabranch.producers.node_mirror import NodeMirror
-from anabranch.producers.weight_plan import Plan, Planner, Unusable
+from anabranch.producers.weight_plan import AnotherState, Plan, Planner, Unusable
 from anabranch.schemas.errors import DeltaError, ManifestError
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
@@ -41,6 +42,10 @@ class News:
     entries: Sequence[IndexEntry]
 
 
+class Unfit(Unusable):
+    """Chunks that are as they are named do not make the version that they should."""
+
+
 class Advancer:
     def __init__(
         self, mirror: NodeMirror, planner: Planner, fetcher: Fetcher, workers: Workers, leases: LeaseKeeper | None
@@ -49,7 +54,7 @@ class Advancer:
         self._workers, self._leases = workers, leases
         self._way: list[str] = []  # what was applied on the way to the head, and its bytes
         self._way_bytes = 0
-        self._told: set[Named] = set()
+        self._broken = BrokenManifests()
         self._log = structlog.get_logger()
 
     def advance_to(self, head: PolicyVersion, news: News | None = None) -> None:
@@ -66,11 +71,13 @@ class Advancer:
         """
         self._mirror.recover()
         self._way, self._way_bytes = [], 0
-        broken: dict[Named, Exception] = {}
+        # Another state than the one at hand is no fault of a manifest's: the next attempt may have another one
+        broken = {name: e for name, e in self._broken.now().items() if not isinstance(e, AnotherState)}
+        found = 0
         while True:
             content = self._mirror.content()
             if content is not None and content.policy >= head:
-                self._told.clear()
+                self._broken.clear()
                 return
             have = None if content is None else State(content.policy, content.digest)
             try:
@@ -78,8 +85,9 @@ class Advancer:
                 self._follow(self._plan(have, head, broken, newer), head)
             except Unusable as error:
                 broken |= error.broken
-                self._tell(head, error)
-                if len(broken) > MAX_DETOURS:
+                self._remember(head, error)
+                found += len(error.broken)
+                if found > MAX_DETOURS:
                     raise ManifestError(f"too much on the way to weights {head} is broken: {error}") from error
 
     def _plan(
@@ -100,11 +108,11 @@ class Advancer:
             plan = self._planner.plan(have, head, broken)
         return plan
 
-    def _tell(self, head: PolicyVersion, error: Unusable) -> None:
-        """Into the log, each manifest once: the attempt comes again every few seconds."""
-        if error.broken.keys() - self._told:
+    def _remember(self, head: PolicyVersion, error: Unusable) -> None:
+        """And into the log, each manifest once: the attempt comes again every few seconds."""
+        if not self._broken.knows_all(error.broken):
             self._log.warning("weights refused; looking for another path", head=str(head), error=str(error))
-        self._told |= error.broken.keys()
+        self._broken.add(error.broken, unfit=isinstance(error, Unfit))
 
     def _follow(self, plan: Plan, head: PolicyVersion) -> None:
         mirror = self._mirror
@@ -114,13 +122,12 @@ class Advancer:
         with contextlib.closing(self._fetcher.in_order(plan.manifests)) as fetched:
             for manifest in plan.manifests:
                 try:
-                    _, chunks = next(fetched)
-                    self._apply(manifest, chunks)
+                    self._apply(manifest, _chunks(manifest, fetched))
                 except (DeltaError, ManifestError) as error:
                     if mirror.distrust():
                         self._log.error("this node's copy of the weights was damaged; it begins anew", error=str(error))
                         return
-                    raise Unusable({(manifest.policy, manifest.label): error}) from error
+                    raise Unfit({(manifest.policy, manifest.label): error}) from error
                 mirror.note_progress()
 
     def _apply(self, manifest: Manifest, chunks: list[bytes]) -> None:
@@ -132,3 +139,11 @@ class Advancer:
             changes = decode(mirror.layout, chunks, mirror.bits, self._workers)
             mirror.advance(manifest, changes, path=way, path_bytes=way_bytes)
         self._way, self._way_bytes = way, way_bytes
+
+
+def _chunks(manifest: Manifest, fetched: Iterator[tuple[Manifest, list[bytes]]]) -> list[bytes]:
+    """Of the manifest whose turn it is. Raises Unusable where `Fetcher.in_order` raises DeltaError."""
+    try:
+        return next(fetched)[1]
+    except DeltaError as error:
+        raise Unusable({(manifest.policy, manifest.label): error}) from error

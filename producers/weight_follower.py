@@ -2,15 +2,15 @@
 
 Invariant: what `hold` hands out is a version whose digest was checked against its manifest, and the mirror does not change
 until `confirm` or `reject`; the version served is only what `confirm` was told. Of a node's followers one at a time fetches,
-the others see the mirror move. Whatever fails leaves the engine on its old version, is visible in `last_error`, and is tried
-again: a broken chunk alone, then a path around its manifest, in the end an anchor. A head older than what is served, or, at
+the others see the mirror move. Whatever fails leaves the engine on its old version, is visible in `last_error` until this
+follower's own attempt works or the mirror moves (a neighbour's failure is, too), and is tried again after the node's pause: a
+broken chunk alone, then a path around its manifest, in the end an anchor. A head older than what is served, or, at
 the start, older than the hub's, is refused. A configuration that cannot work ends the producer before it serves anything,
 not after (a server's refusal may pass). Held by tests/unit/producers/test_weight_follower.py and tests/process/test_weight_kills.py.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -22,25 +22,16 @@ from anabranch.producers.fetcher import Fetcher
 from anabranch.producers.lease_keeper import LeaseKeeper
 from anabranch.producers.mirror_memory import Content
 from anabranch.producers.node_mirror import NodeMirror
+from anabranch.producers.node_turn import FollowerState, NodeTurn
+from anabranch.producers.turn_failures import RETRY_FIRST_S, RETRY_LAST_S
 from anabranch.producers.weight_advance import Advancer, News
 from anabranch.producers.weight_plan import Check, Planner
-from anabranch.schemas.errors import AnabranchError, ConfigError, DeadlineError, ManifestError
+from anabranch.schemas.errors import AnabranchError, ConfigError, ManifestError
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.retry import backoff_s
 from anabranch.transport.weight_channel import WeightChannel
 
-RETRY_FIRST_S = 0.2
-RETRY_LAST_S = 5.0
 HEAD_WAIT_S = 5.0  # for the hub to say what its head is; without an answer the channel's is taken
-TURN_DEADLINE_S = 60.0  # without any progress, of the process that fetches for this node
-
-
-class FollowerState(enum.Enum):
-    POLLING = "polling"
-    FETCHING = "fetching"
-    WAITING = "waiting for another producer of this node to fetch"
-    FAILED = "failed"  # for good: the producer must exit
-    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +67,30 @@ class WeightFollower:
         self._stop, self._wake, self._ready = threading.Event(), threading.Event(), threading.Event()
         self._fetcher = Fetcher(channel.blobs, fetch_threads, stop=self._stop, on_chunk=mirror.note_progress)
         planner = Planner(channel, mirror.layout, run=run, verify=verify)
-        self._advancer = Advancer(mirror, planner, self._fetcher, mirror.workers, leases)
+        advancer = Advancer(mirror, planner, self._fetcher, mirror.workers, leases)
+        self._turn = NodeTurn(mirror, advancer, self._stop)
+        self._end: FollowerState | None = None
         self._poll_s = poll_ms / 1000
         self._lock = threading.Lock()
         self._offer: Staged | None = None
         self._held: Staged | None = None
         self._confirmed: Staged | None = None
         self._refused: tuple[int, int, float] = (0, 0, 0.0)  # seq, times, not to be offered again before
-        self._seen_progress: tuple[tuple[int, int], float] = ((0, 0), 0.0)
         self._oldest: PolicyVersion | None = None  # that may be started from
         self._fatal: Exception | None = None
-        self._swap_error = self._follow_error = ""
-        self.state = FollowerState.POLLING
+        self._swap_error = self._follow_error = self._node_error = ""
+        self._failures, self._failed_at = 0, 0  # in a row, and the mirror's number at the last one
         self._log = structlog.get_logger()
         self._thread = threading.Thread(target=self._run_thread, name="weight-follower", daemon=True)
 
     @property
+    def state(self) -> FollowerState:
+        return self._end or self._turn.state
+
+    @property
     def last_error(self) -> str:
-        return self._swap_error or self._follow_error or (self._leases.error if self._leases else "")
+        own = self._swap_error or self._follow_error
+        return own or self._node_error or (self._leases.error if self._leases else "")
 
     @property
     def fetched_bytes(self) -> int:
@@ -114,7 +111,7 @@ class WeightFollower:
         if self._thread.is_alive():
             self._thread.join(timeout=10)
         self._fetcher.close()
-        self.state = FollowerState.CLOSED
+        self._end = FollowerState.CLOSED
 
     # The engine's thread
 
@@ -181,6 +178,7 @@ class WeightFollower:
             head, entries = self._channel.news(content.policy)
             news = News(content.policy, entries)
         if head is None:
+            self._worked()
             return False
         confirmed = self._confirmed
         if confirmed is not None and head < confirmed.policy:
@@ -190,16 +188,27 @@ class WeightFollower:
             )
         if confirmed is None:
             self._check_start(head if content is None else max(head, content.policy))
+        waits = False
         if content is None or content.policy < head:
-            self._move(head, news)
+            waits = not self._turn.take(head, news)
             content = self.mirror.content()
+            if waits and not self.mirror.failures.is_mine:
+                self._fetcher.keep_little()
         else:
-            self.state = FollowerState.POLLING
-        if content is None or not (content.policy >= head or content.policy == self.mirror.goal):
-            return False
-        if self._leases is not None:
-            self._leases.protect(content.policy)
-        return self._make_offer(content)
+            self._turn.state = FollowerState.POLLING
+            self._fetcher.forget()
+        offered = False
+        if content is not None and (content.policy >= head or content.policy == self.mirror.goal):
+            if self._leases is not None:
+                self._leases.protect(content.policy)
+            offered = self._make_offer(content)
+        if not waits or self.mirror.progress[0] != self._failed_at:
+            self._worked()
+        self._node_error = self.mirror.failures.reason() if waits else ""
+        return offered
+
+    def _worked(self) -> None:
+        self._failures, self._follow_error = 0, ""
 
     def _check_start(self, reach: PolicyVersion) -> None:
         """Nothing is served yet, so nothing tells an old head from a new one, and a head bears no signature: what this
@@ -210,30 +219,6 @@ class WeightFollower:
             raise ManifestError(
                 f"the channel's head is {reach} here, and was {self._oldest} on the hub already when this producer began: "
                 "a replica that has not caught up, or shows old weights; nothing is started from it"
-            )
-
-    def _move(self, head: PolicyVersion, news: News | None) -> None:
-        if not self.mirror.try_turn():
-            self._watch_turn()
-            return
-        try:
-            self.state = FollowerState.FETCHING
-            self._advancer.advance_to(head, news)
-        finally:
-            self.mirror.end_turn()
-            self.state = FollowerState.POLLING
-
-    def _watch_turn(self) -> None:
-        """Another process has the turn. Raises DeadlineError when nothing has moved for too long."""
-        progress, since = self.mirror.progress, time.monotonic()
-        if self.state is FollowerState.WAITING and self._seen_progress[0] == progress:
-            since = self._seen_progress[1]
-        self.state, self._seen_progress = FollowerState.WAITING, (progress, since)
-        if time.monotonic() - since > TURN_DEADLINE_S:
-            raise DeadlineError.waiting_for(
-                f"{self.mirror.turn_holder()} to fetch the weights for this node",
-                TURN_DEADLINE_S,
-                "if it is stopped, kill it",
             )
 
     def _make_offer(self, content: Content) -> bool:
@@ -250,7 +235,7 @@ class WeightFollower:
         with self._lock:
             if staged is None or self._held is not None or not self._is_news(content):
                 return False
-            self._offer, self._follow_error = staged, ""
+            self._offer = staged
             self._ready.set()
         return True
 
@@ -274,20 +259,20 @@ class WeightFollower:
         self._ready.clear()
 
     def _run_thread(self) -> None:
-        failures = 0
         while not self._stop.is_set():
             wait_s = self._poll_s
             try:
                 self.poll_once()
-                failures, self._follow_error = 0, ""
+                wait_s = min(wait_s, self.mirror.failures.pause_s() or wait_s)
             except AnabranchError as error:
                 if isinstance(error, ConfigError) and self._confirmed is None:
                     self._fail(error)
                     return
                 if str(error) != self._follow_error:
                     self._log.warning("weights not fetched; the old version goes on serving", error=str(error))
-                self._follow_error = str(error)
-                wait_s, failures = backoff_s(failures, base_s=RETRY_FIRST_S, cap_s=RETRY_LAST_S), failures + 1
+                self._follow_error, self._failed_at = str(error), self.mirror.progress[0]
+                backoff = backoff_s(self._failures, base_s=RETRY_FIRST_S, cap_s=RETRY_LAST_S)
+                wait_s, self._failures = self.mirror.failures.pause_s() or backoff, self._failures + 1
             except Exception as error:  # noqa: BLE001 - raised on the engine's thread, which must not serve one version for ever
                 self._fail(error)
                 return
@@ -296,7 +281,7 @@ class WeightFollower:
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            self._fatal, self.state = error, FollowerState.FAILED
+            self._fatal, self._end = error, FollowerState.FAILED
             self._follow_error = repr(error)
             self._ready.set()
 

@@ -158,3 +158,57 @@ def test_a_stop_ends_it(store: Store) -> None:
     with pytest.raises(StreamUnavailableError, match="the producer ends"):
         list(fetcher.in_order(path_of(store, 1)))
     fetcher.close()
+
+
+# What stays broken
+
+
+def test_a_try_after_a_broken_chunk_costs_that_chunk_alone(store: Store) -> None:
+    manifests = path_of(store, 5, chunks=4)
+    bad = manifests[0].chunks[2].digest
+    good = store.chunks.pop(bad)
+    fetcher = Fetcher(store, 2)
+    with pytest.raises(DeltaError):
+        list(fetcher.in_order(manifests))
+    first = Counter(store.asked)
+    for times in range(1, 6):
+        with pytest.raises(DeltaError):
+            list(fetcher.in_order(manifests))
+        assert store.asked - first == Counter({bad: times}), "asked for once, and nothing beside it"
+    store.put(good)
+    assert [m for m, _ in fetcher.in_order(manifests)] == manifests
+    assert all(store.asked[c.digest] == 1 for m in manifests for c in m.chunks if c.digest != bad)
+    fetcher.close()
+
+
+def test_nothing_behind_a_manifest_known_to_be_broken_is_fetched_before_it(store: Store) -> None:
+    manifests = path_of(store, 4)
+    bad = manifests[1].chunks[0].digest
+    good = store.chunks.pop(bad)
+    fetcher = Fetcher(store, 4, ahead_bytes=10)
+    with pytest.raises(DeltaError):
+        list(fetcher.in_order(manifests))
+    store.asked.clear()
+    with pytest.raises(DeltaError):
+        list(fetcher.in_order(manifests))
+    assert set(store.asked) <= {c.digest for m in manifests[:2] for c in m.chunks}
+    store.put(good)
+    assert [m for m, _ in fetcher.in_order(manifests)] == manifests
+    fetcher.close()
+
+
+def test_what_is_kept_is_one_manifest_and_as_much_as_it_looks_ahead(store: Store) -> None:
+    manifests = path_of(store, 10, chunks=2, size=100)
+    bad = manifests[0].chunks[1].digest
+    del store.chunks[bad]
+    fetcher = Fetcher(store, 4, ahead_bytes=450)
+    for path in (manifests, manifests[3:], manifests[5:]):
+        del store.chunks[path[0].chunks[0].digest]
+        with pytest.raises(DeltaError):
+            list(fetcher.in_order(path))
+        assert 0 < sum(map(len, fetcher._kept.values())) <= 450 + path[0].payload_bytes
+    fetcher.keep_little()
+    assert sum(map(len, fetcher._kept.values())) <= 450
+    assert len(list(fetcher.in_order(path_of(store, 2, size=60)))) == 2
+    assert not fetcher._kept, "a path that was fetched to its end needs nothing more"
+    fetcher.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from anabranch.producers import weight_plan
-from anabranch.producers.weight_follower import FollowerState
+from anabranch.producers.fetcher import TRIES
+from anabranch.producers.node_turn import FollowerState
 from anabranch.schemas.errors import ConfigError, ManifestError
+from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
-from tests.unit.producers.test_weight_follower import Node, spoil
+from tests.unit.producers.test_weight_follower import Node, no_pauses, spoil
 
 
 class Leases:
@@ -41,7 +44,8 @@ class Leases:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    no_pauses(monkeypatch)
     made = Node(tmp_path / "node")
     made.publisher.open()
     yield made
@@ -107,6 +111,67 @@ def test_what_stays_broken_is_logged_once(node: Node) -> None:
             with pytest.raises(ManifestError, match="no path"):
                 node.follower.poll_once()
     assert len(logs) == 1
+
+
+def asked_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the chunks that are fetched from now on, by digest."""
+    get, asked = node.store.blobs.get, Counter[str]()
+
+    def counted(digest: str, size_bytes: int) -> bytes:
+        asked[digest] += 1
+        return get(digest, size_bytes)
+
+    monkeypatch.setattr(node.store.blobs, "get", counted)
+    return asked
+
+
+def test_a_broken_anchor_costs_no_more_than_its_broken_chunk_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(6):
+        node.publisher.step()
+    anchor = Manifest.from_json(node.store.manifests[PolicyVersion(1, 0), "anchor"])
+    repair, asked = spoil(node, anchor), asked_for(node, monkeypatch)
+    for _ in range(10):
+        with pytest.raises(ManifestError, match=r"around what is broken: anchor e1\.v0"):
+            node.follower.poll_once()
+    bad = anchor.chunks[0].digest
+    assert asked[bad] == TRIES + 9
+    assert all(times == 1 for digest, times in asked.items() if digest != bad)
+    repair()
+    node.follow()
+    assert all(times == 1 for digest, times in asked.items() if digest != bad)
+    node.assert_mirrors_head()
+
+
+def test_a_manifest_found_broken_is_left_alone_for_a_while(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.follow()
+    repair = spoil(node, node.publisher.step())
+    monkeypatch.setattr("anabranch.producers.broken_manifests.PAUSE_FIRST_S", 30.0)
+    asked = asked_for(node, monkeypatch)
+    for _ in range(3):
+        with pytest.raises(ManifestError, match=r"no path .* around what is broken: delta e1\.v1: .* altered"):
+            node.follower.poll_once()
+        assert sum(asked.values()) == TRIES
+    node.publisher.step()
+    node.publisher.anchor()
+    assert node.follow().path == ("anchor e1.v2",), "another way is taken at once"
+    repair()
+    node.assert_mirrors_head()
+
+
+def test_weights_that_are_not_what_they_say_are_fetched_more_and_more_seldom(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their chunks are as they are named: no store can mend them."""
+    monkeypatch.setattr("anabranch.producers.broken_manifests.PAUSE_FIRST_S", 1e9)
+    monkeypatch.setattr("anabranch.producers.broken_manifests.MENDABLE_LAST_S", 0.0)
+    node.follow()
+    node.publisher.sign = lambda m: m.model_copy(update={"result_digest": "3" * 32})
+    node.publisher.step()
+    asked = asked_for(node, monkeypatch)
+    for _ in range(3):
+        with pytest.raises(ManifestError, match="would result"):
+            node.follower.poll_once()
+    assert set(asked.values()) == {1}
 
 
 # The start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from anabranch.producers.mirror_memory import MirrorState
 from anabranch.producers.node_mirror import NodeMirror, open_node_mirror
-from anabranch.producers.weight_follower import FollowerState, Staged, WeightFollower
-from anabranch.schemas.errors import AnabranchError, ManifestError, ModelMismatchError
+from anabranch.producers.node_turn import FollowerState
+from anabranch.producers.weight_follower import Staged, WeightFollower
+from anabranch.schemas.errors import AnabranchError, ManifestError, ModelMismatchError, StreamUnavailableError
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
@@ -79,8 +81,16 @@ class Node:
             follower.mirror.close()
 
 
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After failures. `poll_once` tries at once then."""
+    monkeypatch.setattr("anabranch.producers.turn_failures.RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr("anabranch.producers.turn_failures.TAKEOVER_S", 0.0)
+    monkeypatch.setattr("anabranch.producers.broken_manifests.PAUSE_FIRST_S", 0.0)
+
+
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    no_pauses(monkeypatch)
     made = Node(tmp_path / "node")
     made.publisher.open()
     yield made
@@ -460,7 +470,7 @@ def test_producers_of_a_node_fetch_once_and_each_learns_what_changed_for_it(node
 def test_while_a_neighbour_has_the_turn_one_waits_and_says_whom_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anabranch.producers.weight_follower.TURN_DEADLINE_S", 0.05)
+    monkeypatch.setattr("anabranch.producers.node_turn.TURN_DEADLINE_S", 0.05)
     neighbour = node.another()
     assert neighbour.mirror.try_turn()
     assert not node.follower.poll_once()
@@ -488,6 +498,114 @@ def test_an_idle_engine_is_woken_by_an_offer_and_errors_go_when_it_works_again(n
     assert staged.policy == PolicyVersion(1, 0)
     while node.follower.last_error:
         assert time.monotonic() < deadline
+
+
+# Failures of a node with several producers
+
+
+def until(ready: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_to_wait_for_a_neighbour_is_no_success(node: Node) -> None:
+    node.follow()
+    repair = spoil(node, node.publisher.step())
+    neighbour = node.another()
+    node.follower.start()
+    until(lambda: "no path" in node.follower.last_error)
+    until(neighbour.mirror.try_turn)
+    until(lambda: node.follower.state is FollowerState.WAITING)
+    polls = []
+    head = node.follower._channel.news
+    node.follower._channel.news = lambda above: (polls.append(above), head(above))[1]  # type: ignore[method-assign]
+    until(lambda: len(polls) > 3)
+    assert "no path" in node.follower.last_error
+    repair()
+    neighbour.mirror.end_turn()
+    until(node.follower.staged)
+    until(lambda: not node.follower.last_error)
+
+
+def test_a_mirror_that_a_neighbour_moved_clears_the_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.follow()
+    repair = spoil(node, node.publisher.step())
+    neighbour = node.another()
+    real_pauses(monkeypatch)
+    node.follower.start()
+    until(lambda: "no path" in node.follower.last_error)
+    repair()
+    neighbour.mirror.failures.worked()
+    node.follow(neighbour)
+    until(lambda: not node.follower.last_error)
+
+
+def real_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.producers.turn_failures.RETRY_FIRST_S", 60.0)
+    monkeypatch.setattr("anabranch.producers.turn_failures.TAKEOVER_S", 2.0)
+
+
+def test_a_neighbour_keeps_the_pause_after_a_failure_and_says_what_failed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.follow()
+    neighbour = node.another()
+    repair = spoil(node, node.publisher.step())
+    real_pauses(monkeypatch)
+    with pytest.raises(ManifestError, match="no path"):
+        node.follower.poll_once()
+    get, asked = node.store.blobs.get, []
+    monkeypatch.setattr(node.store.blobs, "get", lambda *chunk: (asked.append(chunk), get(*chunk))[1])
+    for follower in (neighbour, node.follower) * 3:
+        assert not follower.poll_once()
+    assert asked == []
+    assert neighbour.last_error.startswith(f"process {os.getpid()}: no path to weights e1.v1")
+    repair()
+    no_pauses(monkeypatch)
+    node.mirror.failures.worked()
+    node.follow()
+    assert neighbour.poll_once()
+    assert neighbour.last_error == ""
+
+
+def test_what_was_kept_for_another_try_goes_when_a_neighbour_gets_there(node: Node) -> None:
+    for _ in range(3):
+        node.publisher.step()
+    repair = spoil(node, Manifest.from_json(node.store.manifests[PolicyVersion(1, 0), "anchor"]))
+    neighbour = node.another()
+    with pytest.raises(ManifestError, match="no path"):
+        node.follower.poll_once()
+    assert node.follower._fetcher._kept
+    repair()
+    node.follow(neighbour)
+    node.follow()
+    assert not node.follower._fetcher._kept
+
+
+def test_with_many_producers_the_reason_is_always_visible(node: Node) -> None:
+    node.store.head = PolicyVersion(1, 5)
+    followers = [node.follower, *(node.another() for _ in range(3))]
+    for follower in followers:
+        index = follower._channel.index
+        follower._channel.index = lambda index=index, **above: (time.sleep(0.02), index(**above))[1]
+        follower.start()
+    until(lambda: all("no path" in f.last_error for f in followers))
+    for _ in range(100):
+        assert all("no path" in f.last_error for f in followers)
+        time.sleep(0.005)
+    node.store.head = PolicyVersion(1, 0)
+    until(lambda: all(f.staged() and not f.last_error for f in followers))
+
+
+def test_a_producer_that_ends_leaves_no_failure_to_the_others(node: Node) -> None:
+    neighbour = node.another()
+    node.follower._stop.set()
+    with pytest.raises(StreamUnavailableError, match="the producer ends"):
+        node.follower.poll_once()
+    assert node.follow(neighbour).policy == PolicyVersion(1, 0)
+    assert neighbour.mirror.failures.reason() == ""
 
 
 def test_another_models_weights_end_the_producer(node: Node) -> None:
