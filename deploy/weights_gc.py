@@ -17,7 +17,7 @@ from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.blob_store import BlobInfo
 from anabranch.transport.weight_channel import Lease, WeightChannel
 from anabranch.transport.weight_path import path_bytes
-from anabranch.transport.weight_retention import held_bytes, retain, surplus
+from anabranch.transport.weight_retention import MANIFEST_BYTES, held_bytes, retain, surplus
 from anabranch.transport.weight_rules import needed
 
 ORPHAN_AGE_S = 3600.0
@@ -48,7 +48,8 @@ def collect(channel: WeightChannel, budget_bytes: int, *, dry_run: bool) -> Coll
     else:
         gone = list(retain(channel, budget_bytes).dropped)
         deleted = channel.collect_garbage()
-    left = [entry for entry in entries if entry not in set(gone)]
+    taken = set(gone)
+    left = [entry for entry in entries if entry not in taken]
     return Collected(budget_bytes, gone, reasons(left, head, leases, pins), deleted, dry_run)
 
 
@@ -99,20 +100,22 @@ def _reason(
 
 def render(done: Collected) -> str:
     verb = "would go" if done.dry_run else "went"
-    rows = [f"{'':<52} {'manifests':>9} {'bytes':>16}  versions"]
+    rows = [f"{'':<52} {'manifests':>9} {'bytes':>16} {'counted':>16}  versions"]
     rows.append(_row(verb, done.gone))
     rows += [_row(f"stays: {reason}", entries) for reason, entries in done.kept.items()]
     over = done.kept_bytes - done.budget_bytes
     state = f"{over:,} bytes over it: only what nobody can need goes" if over > 0 else "kept"
-    rows += ["", f"budget {done.budget_bytes:,} bytes, {state}"]
+    rows.append(_row("stays in all", [entry for entries in done.kept.values() for entry in entries], versions=False))
+    rows += ["", f"counted: bytes of chunks, and {MANIFEST_BYTES:,} for each manifest"]
+    rows.append(f"budget {done.budget_bytes:,} bytes, {done.kept_bytes:,} counted: {state}")
     if done.chunks_deleted:
         rows.append(f"{done.chunks_deleted} chunks that were dropped before are deleted from the blob store")
     return "\n".join(rows)
 
 
-def _row(what: str, entries: Sequence[IndexEntry]) -> str:
-    versions = spans(entry.policy for entry in entries) if entries else "-"
-    return f"{what:<52} {len(entries):>9} {path_bytes(entries):>16,}  {versions}"
+def _row(what: str, entries: Sequence[IndexEntry], *, versions: bool = True) -> str:
+    row = f"{what:<52} {len(entries):>9} {path_bytes(entries):>16,} {held_bytes(entries):>16,}"
+    return f"{row}  {spans(entry.policy for entry in entries) if entries else '-'}" if versions else row
 
 
 def find_orphans(channel: WeightChannel, *, older_s: float = ORPHAN_AGE_S) -> list[BlobInfo]:

@@ -204,13 +204,13 @@ class MemoryWeightChannel:
         wanted = set(entries)
         with store.lock:
             index = self.index()
-            kept = needed(index, store.head, store.pins)
+            free = wanted - needed(index, store.head, store.pins)
             low = min((lease.policy for lease in self.leases()), default=None)
             low = min(filter(None, (low, store.head)), default=None)
             gone = [
                 entry
                 for entry in index
-                if entry in wanted - kept and entry.policy not in store.pins and (low is None or entry.policy < low)
+                if entry in free and entry.policy not in store.pins and (low is None or entry.policy < low)
             ]
             for entry in gone:
                 name = entry.policy, entry.label

@@ -69,7 +69,8 @@ def retain(channel: WeightChannel, retain_bytes: int, *, spare: float = 0.0) -> 
     after = before - held_bytes(dropped)
     held_by: list[Lease] = []
     if after > retain_bytes:
-        left = [e for e in entries if e not in set(dropped)]
+        gone = set(dropped)
+        left = [e for e in entries if e not in gone]
         free = _free(left, head, (), pins)
         held_by = sorted(
             (lease for lease in leases if any(e.policy >= lease.policy for e in free)), key=lambda lease: lease.policy

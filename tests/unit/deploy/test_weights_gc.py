@@ -5,10 +5,11 @@ import pytest
 from anabranch.deploy.weights_gc import collect, delete_orphans, find_orphans, render, render_orphans
 from anabranch.schemas.errors import ManifestError
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.weight_index import IndexEntry
 from anabranch.transport.memory_blob_store import MemoryBlobStore
 from anabranch.transport.memory_weight_channel import MemoryWeightChannel, MemoryWeightStore
 from anabranch.transport.weight_path import cheapest_path
-from anabranch.transport.weight_retention import held_bytes
+from anabranch.transport.weight_retention import held_bytes, retain
 from tests.unit.deploy.weights_channels import Made, usual
 
 
@@ -60,7 +61,42 @@ def test_everything_that_stays_has_its_reason(made):
     assert list(done.kept)[:2] == ["the head", "way of a late joiner to the head"]
     assert all(e.policy < PolicyVersion(2, 6) for e in done.gone)
     text = render(done)
-    assert f"budget 0 bytes, {held_bytes(made.channel.index()) - held_bytes(done.gone):,} bytes over it" in text
+    left = held_bytes(made.channel.index()) - held_bytes(done.gone)
+    assert f"budget 0 bytes, {left:,} counted: {left:,} bytes over it" in text
+
+
+def test_the_figures_add_up_to_what_is_counted(made):
+    made.channel.pin(PolicyVersion(1, 3), "why not")
+    text = render(collect(made.channel, 0, dry_run=True))
+    figures = [
+        [int(word.replace(",", "")) for word in line[52:96].split()]
+        for line in text.splitlines()
+        if line.startswith("stays")
+    ]
+    *each, (manifests, size, counted) = figures
+    assert counted == size + manifests * 16_384 > size > 0
+    assert [sum(column) for column in zip(*each, strict=True)] == [manifests, size, counted]
+    assert all(row[2] == row[1] + row[0] * 16_384 for row in each)
+    assert "counted: bytes of chunks, and 16,384 for each manifest" in text
+    assert f"budget 0 bytes, {counted:,} counted: {counted:,} bytes over it" in text
+
+
+@pytest.mark.timeout(60)
+def test_an_index_of_very_many_entries_is_planned_once(made):
+    """What this takes grows with the index, not with its square: it would not end then."""
+    store = MemoryWeightStore("r")
+    for version in range(60_000):
+        policy, base = PolicyVersion(1, version), PolicyVersion(1, version - 1) if version else None
+        label = "delta" if version else "anchor"
+        store.entries[policy, label] = IndexEntry(policy, label, base, 1000, 1, f"{version:032x}")
+        if version % 100 == 99:
+            store.entries[policy, "anchor"] = IndexEntry(policy, "anchor", None, 2000, 1, f"{version:032x}")
+    store.head = PolicyVersion(1, 59_999)
+    channel = MemoryWeightChannel(store)
+    assert len(collect(channel, 0, dry_run=True).gone) > 59_000
+    channel.lease("p", PolicyVersion(1, 0), ttl_ms=60_000)
+    done = retain(channel, 0)
+    assert ([lease.holder for lease in done.held_by], done.dropped) == (["p"], [])
 
 
 def test_what_a_lease_holds_is_told_with_its_holder(made):
@@ -78,7 +114,7 @@ def test_within_the_budget_nothing_goes(made):
     done = collect(made.channel, total, dry_run=False)
     assert list(done.gone) == []
     assert "within the budget" in done.kept
-    assert f"budget {total:,} bytes, kept" in render(done)
+    assert f"budget {total:,} bytes, {total:,} counted: kept" in render(done)
 
 
 def test_dropped_chunks_are_deleted_when_their_grace_is_over(made, clock, outside):
