@@ -78,8 +78,8 @@ def check_way(channel: WeightChannel, plan: Plan, *, check_signature: Callable[[
     if broken is not None:
         entry, reason = broken
         raise ManifestError(
-            f"{plan.target} cannot become the head: {entry.policy} {entry.label}, on the way to it from nothing, cannot be "
-            f"read: {reason}. Nothing was changed; choose another version (anabranch weights verify lists all that is "
+            f"{plan.target} cannot become the head: {entry.policy} {entry.label}, on its way from nothing, is broken: {reason}. "
+            "Nothing was changed; choose another version (anabranch weights verify lists all that is "
             "broken)"
         )
 

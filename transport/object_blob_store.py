@@ -27,6 +27,7 @@ from anabranch.schemas.config.channel_rules import check_blobs
 from anabranch.schemas.errors import AnabranchError, BackpressureError, ConfigError, DeltaError, StreamUnavailableError
 from anabranch.transport.blob_files import make_durably, write_durably
 from anabranch.transport.blob_store import BlobInfo, blob_digest, checked_blob
+from anabranch.transport.outage import Outage
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class ObjectBlobStore:
         self._where = f"the blob store {_shown(url)}"
         self._run = run
         self._directory = Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None
+        self._outage = Outage()
         self._seen = False  # the directory: one that has been there is not made again
         self._store = self._open(url, dict(options or {}), deadline_s)
 
@@ -70,7 +72,8 @@ class ObjectBlobStore:
         client["connect_timeout"] = timedelta(seconds=min(5.0, deadline_s / 3))
         client["read_timeout"] = timedelta(seconds=deadline_s / 3)
         client["timeout"] = timedelta(seconds=10 * deadline_s)  # a whole answer, as long as bytes keep coming
-        retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=deadline_s / 2)}
+        # Less than the read time-out: what was silent for that long is told (`Outage`) before it is tried again.
+        retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=deadline_s / 4)}
         try:
             check_blobs(url)
             if self._directory is not None:
@@ -86,6 +89,9 @@ class ObjectBlobStore:
             raise ConfigError(f"{self._where} cannot be used: {_reason(error)}; see channel.blobs") from None
 
     def put(self, payload: bytes) -> str:
+        return self._outage.watch(lambda: self._put(payload))
+
+    def _put(self, payload: bytes) -> str:
         digest = blob_digest(payload)
         path = self._path(digest)
         if (directory := self._directory) is not None:

@@ -19,6 +19,7 @@ from anabranch.schemas.errors import BackpressureError
 from anabranch.schemas.keys import Keys
 from anabranch.transport import scripts
 from anabranch.transport.blob_store import BlobInfo, blob_digest, checked_blob
+from anabranch.transport.outage import Outage
 from anabranch.transport.redis_client import Guard
 
 UNCOMMITTED_TTL_MS = 6 * 3600 * 1000  # chunks whose learner died before the commit
@@ -34,9 +35,13 @@ class RedisBlobStore:
         self._keys = keys
         self._what = what
         self._guard = Guard(client, what)
+        self._outage = Outage()
         self._put_again = scripts.load(client, "weights_put_again")
 
     def put(self, payload: bytes) -> str:
+        return self._outage.watch(lambda: self._put(payload))
+
+    def _put(self, payload: bytes) -> str:
         digest = blob_digest(payload)
         key = self._keys.blob(digest)
 

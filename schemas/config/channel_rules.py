@@ -69,14 +69,15 @@ def check_blobs(url: str) -> None:
 def check_blob_options(url: str, options: Mapping[str, str]) -> None:
     """Raises ValueError for an option that looks like a secret; names the variable that takes it instead."""
     for name, value in options.items():
+        shown = f"channel.blob_options.{name[:80]}"
         if _SECRET.search(name) and not _NO_SECRET.search(name):
             raise ValueError(
-                f"channel.blob_options.{name[:80]} looks like a secret, and this is printed and kept: set "
+                f"{shown} looks like a secret, and this is printed and kept: set "
                 f"{_variable(url.partition('://')[0], name)} in the environment instead"
             )
         if _USER_IN_URL.search(value):
             raise ValueError(
-                f"channel.blob_options.{name[:80]} has a user or password in its URL, and this is printed and kept"
+                f"{shown} has a user or password in its URL, and this is printed and kept"
                 + (": set HTTPS_PROXY in the environment instead" if "proxy" in name.lower() else "")
             )
 

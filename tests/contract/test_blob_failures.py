@@ -11,10 +11,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from redis import exceptions
+from structlog.testing import capture_logs
 
 from anabranch.schemas.errors import BackpressureError, ConfigError, DeltaError, StreamUnavailableError
 from anabranch.transport import blob_files
 from anabranch.transport.object_blob_store import ObjectBlobStore
+from anabranch.transport.outage import Outage
+from anabranch.transport.redis_blob_store import RedisBlobStore
 
 SECRET = "s3cret-of-the-store"
 KEY_ID = "AKIATESTKEYID"
@@ -70,6 +74,39 @@ def test_a_server_that_accepts_and_never_answers():
                 call()
             assert time.monotonic() - started < 15
             check_message(caught.value)
+
+
+def test_an_outage_is_told_long_before_the_publisher_gives_up():
+    with socket.socket() as free, capture_logs() as logged:
+        free.bind(("127.0.0.1", 0))
+        store = bucket(free.getsockname()[1], deadline_s=1)
+        store._outage = Outage(after_s=0)
+        for _ in range(3):
+            with pytest.raises(StreamUnavailableError):
+                store.put(b"x")
+    (line,) = logged
+    assert line["event"].startswith("chunks cannot be stored")
+    assert "the blob store s3://weights/models does not answer as it should" in line["error"]
+    assert SECRET not in str(line)
+
+
+def test_a_redis_that_is_full_is_told_too(client, keys, monkeypatch):
+    store = RedisBlobStore(client, keys)
+    store._outage = Outage(after_s=0)
+
+    def full(*args, **more):
+        raise exceptions.OutOfMemoryError("OOM command not allowed")
+
+    with capture_logs() as logged:
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "set", full)
+            for _ in range(3):
+                with pytest.raises(BackpressureError):
+                    store.put(b"x")
+        store.put(b"x")
+    assert [line["event"].partition(";")[0] for line in logged] == [
+        "chunks cannot be stored", "chunks can be stored again",
+    ]  # fmt: skip
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):

@@ -267,3 +267,14 @@ def test_a_key_of_another_type_is_not_taken_for_an_old_server(weights, client, k
     for call in (weights.head, weights.open_epoch):
         with pytest.raises(AnabranchError, match="somebody else wrote to a key of this run"):
             call()
+
+
+def test_a_head_that_was_not_readable_is_mended_by_its_removal_and_a_new_epoch(weights, client, keys):
+    assert weights.open_epoch() == 2  # the hub keeps count of epochs apart from the head
+    client.set(keys.head, "not JSON")
+    client.delete(keys.head)
+    assert weights.head() is None
+    epoch = weights.open_epoch()
+    assert epoch == 3
+    publish(weights, keys.run, "fork", 4, epoch=epoch, base=(1, 4))
+    assert weights.head() == v(4, epoch)
