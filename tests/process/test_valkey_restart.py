@@ -54,7 +54,7 @@ def test_everything_acknowledged_survives_kill_9(tmp_path):
         stream.trim()
         permits.reset(epoch=channel.open_epoch(), version=0, batch=8, max_age=1, total=100, accepted=())
         permits.take("p", max_groups=5, lease_ms=600_000)
-        blob = channel.put_blob(b"weights" * 1000)
+        blob = channel.blobs.put(b"weights" * 1000)
         layout = Layout.build([("w", "bf16", (2, 2))])
         channel.put_layout(layout)
         before = stream.ledger("learner")
@@ -72,7 +72,7 @@ def test_everything_acknowledged_survives_kill_9(tmp_path):
         assert len(stream.read("learner", "c", max_entries=100, block_ms=0)) == 20
         assert [p.group_index for p in permits.take("q", max_groups=2, lease_ms=1000)] == [5, 6]
         assert channel.open_epoch() == 2
-        assert channel.blob(blob) == b"weights" * 1000
+        assert channel.blobs.get(blob, 7000) == b"weights" * 1000
         assert channel.layout(layout.hash) == layout
         client.close()
 
