@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from anabranch.cli.main import build_parser
+from anabranch.producers.environments import Task
 from anabranch.schemas.config import RunConfig, load_config
 from anabranch.schemas.envelope import Envelope
 from anabranch.schemas.errors import AnabranchError
@@ -225,6 +226,18 @@ def test_examples_are_valid_configurations(example: Path) -> None:
 def test_examples_fit_over_the_demo_presets(example: Path, preset: str) -> None:
     beneath = (ROOT / "deploy" / "presets" / f"{preset}.toml").read_text("utf-8")
     load_config(example.read_text("utf-8"), source=name(example), beneath=beneath)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name)
+def test_examples_stand_alone(example: Path) -> None:
+    """Without a preset beneath, for the byte-level model that `anabranch model tiny` makes: prompts fit, gold answers score."""
+    config = load_config(example.read_text("utf-8"), source=name(example))
+    task, room = Task(config.task, config.run.seed), config.task.max_prompt_tokens
+    problems = [task.heldout(i) for i in range(config.task.heldout_size)] + [task.prompt(i) for i in range(200)]
+    assert max(len(problem.prompt_text.encode()) for problem in problems) <= room
+    assert max(len(problem.answer.encode()) for problem in problems) < config.sampling.max_tokens  # and the end of text
+    assert {task.score(problem, problem.answer) for problem in problems} == {1.0}
+    assert {task.score(problem, f"no{problem.answer}") for problem in problems} == {0.0}
 
 
 # --- tables of fields
