@@ -26,7 +26,7 @@ from anabranch.transport.weight_channel import WeightChannel
 from anabranch.transport.weight_intact import first_broken
 from anabranch.transport.weight_path import State, cheapest_path, path_bytes
 
-LEARNER_DONE = "done"  # learner.loop.LearnerState.DONE, which this layer must not need to import
+ENDED = ("done", "stopped")  # of learner.progress.LearnerState, which this layer must not need to import
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def check_way(channel: WeightChannel, plan: Plan, *, check_signature: Callable[[
 
 def _reporting(status: LearnerStatus | None, now_ms: int) -> str:
     """By this machine's clock: a learner whose clock is ahead counts as reporting."""
-    if status is None or status.state == LEARNER_DONE or now_ms - status.updated_ms > STALE_AFTER_MS:
+    if status is None or status.state in ENDED or now_ms - status.updated_ms > STALE_AFTER_MS:
         return ""
     since = age_text((now_ms - status.updated_ms) / 1000)
     return f"at e{status.epoch}.v{status.version}, {status.state}, reported {since} ago"

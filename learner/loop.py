@@ -115,6 +115,7 @@ class LearnerLoop:
         self._checkpoint()
         with contextlib.suppress(TemporaryError):
             publisher.flush()  # the epoch after this one can begin as its fork then
+            self._set_state(LearnerState.STOPPED)  # so that nobody takes it for one at work
         self._note("stopped", step=self._engine.step)
         return "stopped"
 
@@ -255,7 +256,7 @@ class LearnerLoop:
 
     def _set_state(self, state: LearnerState, waiting_for: str = "") -> None:
         self._heartbeat()
-        if self._publisher is not None and state is not LearnerState.DONE:
+        if self._publisher is not None and state not in (LearnerState.STOPPED, LearnerState.DONE):
             self._publisher.check()
         now = time.monotonic()
         if state is self._state and now - self._reported_s < STATUS_EVERY_S:

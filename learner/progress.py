@@ -15,6 +15,7 @@ class LearnerState(enum.Enum):
     STEPPING = "stepping"
     PUBLISHING = "publishing"
     CHECKPOINTING = "checkpointing"
+    STOPPED = "stopped"
     DONE = "done"
 
 

@@ -79,7 +79,7 @@ def connect(url: str, *, stream: Timeouts | None = None, deadline_s: float, what
             return client
         except _CREDENTIALS as error:
             client.close()
-            raise ConfigError(f"{what} at {shown} refused the credentials: {error}; check user and password") from None
+            raise ConfigError(f"{what} at {shown} {_refused(error)}: {error}") from None
         except exceptions.RedisError as error:
             left_s = end - time.monotonic()
             if left_s <= 0:
@@ -131,7 +131,7 @@ class Guard:
         try:
             return call()
         except _CREDENTIALS as error:
-            raise ConfigError(f"{self._where} refused the credentials: {error}") from None
+            raise ConfigError(f"{self._where} {_refused(error)}: {error}") from None
         except _TRANSIENT as error:
             raise StreamUnavailableError(f"lost {self._where} ({error}); {ADVICE}") from error
         except exceptions.ResponseError as error:
@@ -149,3 +149,9 @@ class Guard:
 def is_missing_group(error: Exception) -> bool:
     """Whether a server's error says that the consumer group (or its stream) is not there."""
     return str(error).startswith("NOGROUP")
+
+
+def _refused(error: Exception) -> str:
+    if isinstance(error, exceptions.NoPermissionError):
+        return "refused a command to this user (its ACL; see deploy/redis/*.conf)"
+    return "refused the credentials (check user and password)"

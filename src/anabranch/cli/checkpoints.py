@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "  anabranch checkpoints --config run.toml --give-up-above 40\n",
         formatter_class=HelpFormatter,
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--give-up-above", type=int, metavar="STEP", help="rename the checkpoints of later steps")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)

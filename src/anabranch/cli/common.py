@@ -18,9 +18,16 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30, width=100)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, *, file: str = "TOML file; see `anabranch config`") -> None:
-    """`--config`, described by `file`, and `--set`."""
+def add_config_arguments(
+    parser: argparse.ArgumentParser, *, file: str = "TOML file; see `anabranch config`", of_a_run: bool = False
+) -> None:
+    """`--config`, described by `file`, and `--set`; with `of_a_run` also `--run`."""
     parser.add_argument("--config", metavar="FILE", type=Path, help=file)
+    if of_a_run:
+        parser.add_argument(
+            "--run", metavar="DIR", type=Path, dest="run_directory",
+            help="run directory of a demo that is running (runs/NAME): its configuration and its servers",
+        )  # fmt: skip
     parser.add_argument(
         "--set",
         metavar="A.B=C",
@@ -34,12 +41,21 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, file: str = "TOML f
 def config_from(args: argparse.Namespace, *, beneath: str = "") -> RunConfig:
     """`beneath`: TOML text that the file overrides (a preset). Raises ConfigError if the file cannot be read or the configuration is not valid."""
     from anabranch.schemas.config import load_config
+    from anabranch.schemas.errors import UsageError
     from anabranch.transport.files import read_config_text
 
+    file, environ = args.config, dict(os.environ)
+    run_directory = getattr(args, "run_directory", None)
+    if run_directory is not None:
+        from anabranch.deploy.demo_urls import environment_of
+
+        if file is not None:
+            raise UsageError("--run and --config: give one of them")
+        file, environ = run_directory / "config.toml", environment_of(run_directory) | environ
     return load_config(
-        read_config_text(args.config),
-        source=str(args.config or "configuration"),
+        read_config_text(file),
+        source=str(file or "configuration"),
         beneath=beneath,
-        environ=os.environ,
+        environ=environ,
         overrides=args.overrides,
     )

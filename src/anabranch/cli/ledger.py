@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="examples:\n  anabranch ledger --config run.toml\n  anabranch ledger --config run.toml --json\n",
         formatter_class=HelpFormatter,
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 

@@ -57,7 +57,7 @@ def _add_log(kinds: Any) -> None:
         "A manifest is named delta (from the version before), skip4 (from four before), anchor (from nothing) or fork\n"
         "(the state of a version of an older epoch).",
     )  # fmt: skip
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument(
         "--last",
         type=_at_least(1),
@@ -75,7 +75,7 @@ def _add_show(kinds: Any) -> None:
         " e1.v42 --config run.toml\n head --config run.toml --json\n",
     )  # fmt: skip
     parser.add_argument("version", metavar="V", help="e1.v42, 42 (of the head's epoch) or head")
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--json", action="store_true", help="one JSON object, every chunk included")
 
 
@@ -89,7 +89,7 @@ def _add_verify(kinds: Any) -> None:
         "Costs every byte on the channel once (a fork from the middle of an epoch: its way once more), memory for one model\n"
         "and the chunks of one delta. Skips are checked over the state they start from, so they cost no further copy.",
     )  # fmt: skip
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--from", dest="first", metavar="V", help="from this version on; the way to it is checked too")
     parser.add_argument("--to", dest="last", metavar="V", help="up to this version")
     parser.add_argument("--chunks-only", action="store_true", help="that all is there and intact; decode nothing")
@@ -115,7 +115,7 @@ def _add_path(kinds: Any) -> None:
     )  # fmt: skip
     parser.add_argument("start", metavar="FROM", help="a version, or nothing")
     parser.add_argument("goal", metavar="TO", help="a version on the channel")
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -126,7 +126,7 @@ def _add_followers(kinds: Any) -> None:
         "behind: versions published since the one it serves. fetched: bytes since it started, and for the version served.\n"
         "publish-serve: from the manifest to the engine's confirmation. lease: it may need every version from there on.",
     )  # fmt: skip
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -136,14 +136,14 @@ def _add_pin(kinds: Any) -> None:
         ' e1.v40 --note "best so far" --config run.toml\n head --config run.toml\n',
     )  # fmt: skip
     parser.add_argument("version", metavar="V", help="e1.v42, 42 (of the head's epoch) or head")
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--note", default="", metavar="TEXT", help="why, shown by log and show")
 
 
 def _add_unpin(kinds: Any) -> None:
     parser = _kind(kinds, "unpin", "leave a pinned version to retention again", " e1.v40 --config run.toml\n")
     parser.add_argument("version", metavar="V", help="e1.v42, 42 (of the head's epoch) or head")
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
 
 
 def _add_rollback(kinds: Any) -> None:
@@ -156,7 +156,7 @@ def _add_rollback(kinds: Any) -> None:
         "on from V, give up its later checkpoints first (`anabranch checkpoints`); the command says which.",
     )  # fmt: skip
     parser.add_argument("version", metavar="V", help="e1.v42, or 42 (of the head's epoch)")
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--yes", action="store_true", help="do it without asking")
     parser.add_argument(
         "--force", action="store_true", help="even while a learner works: it ends with exit 78 at its next commit"
@@ -169,7 +169,7 @@ def _add_gc(kinds: Any) -> None:
         " --dry-run --config run.toml\n --bytes 1000000000 --config run.toml\n --orphans --dry-run --config run.toml\n",
         "The learner does the same after each version. What a lease, a pin or a late joiner needs stays, whatever the budget.",
     )  # fmt: skip
-    add_config_arguments(parser)
+    add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--dry-run", action="store_true", help="only say what would go and why the rest stays")
     parser.add_argument("--bytes", type=_at_least(0), metavar="N", help="budget (default: channel.retain_bytes)")
     parser.add_argument(

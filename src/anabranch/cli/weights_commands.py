@@ -29,9 +29,15 @@ from anabranch.transport.signing import load_signer
 from anabranch.transport.wiring import Hub, connect_hub
 
 
+LOOK_DEADLINE_S = 10.0
+
+
 @contextmanager
 def hub_of(config: RunConfig) -> Iterator[Hub]:
-    hub = connect_hub(config)
+    """A person waits: not for as long as a process of a run would."""
+    deadline_s = min(config.channel.connect_deadline_s, LOOK_DEADLINE_S)
+    channel = config.channel.model_copy(update={"connect_deadline_s": deadline_s})
+    hub = connect_hub(config.model_copy(update={"channel": channel}))
     try:
         yield hub
     finally:

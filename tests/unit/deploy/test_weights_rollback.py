@@ -63,7 +63,7 @@ def test_it_says_what_will_happen(made, runs):
 
 
 @pytest.mark.parametrize(("ago_ms", "state", "at_work"), [
-    (29_000, "stepping", True), (-60_000, "stepping", True), (31_000, "stepping", False), (1_000, "done", False),
+    (29_000, "stepping", True), (-60_000, "stepping", True), (31_000, "stepping", False), (1_000, "done", False), (1_000, "stopped", False),
 ])  # fmt: skip
 def test_a_learner_at_work_is_told_and_refused(made, runs, ago_ms, state, at_work):
     learner(runs, ago_ms=ago_ms, state=state)
