@@ -28,7 +28,6 @@ from anabranch.schemas.errors import ManifestError, TemporaryError
 from anabranch.transport.signing import load_signer
 from anabranch.transport.wiring import Hub, connect_hub
 
-
 LOOK_DEADLINE_S = 10.0
 
 
