@@ -97,7 +97,8 @@ def describe(plan: Plan) -> str:
         f"{plan.target} becomes the head, in a new epoch. Nothing is deleted; followers that serve {plan.head} fetch "
         f"{plan.cost_bytes:,} bytes.",
         "A learner that resumes goes on from its own newest checkpoint and publishes it in a further epoch, which ends",
-        "the rollback. To train on from here, run on its node, before it starts:",
+        f"the rollback. To train on from here, if the run directory still has a checkpoint at or below step {plan.learner_step}",
+        "(`anabranch checkpoints` lists them), run on the learner's node, before it starts:",
         f"    anabranch checkpoints --give-up-above {plan.learner_step}",
     ]
     if plan.learner:

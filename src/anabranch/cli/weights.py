@@ -153,7 +153,9 @@ def _add_rollback(kinds: Any) -> None:
         "Opens an epoch whose first version is V: a manifest without bytes, signed if channel.signing_key_file is set. All\n"
         "followers move there as to any version. Nothing is deleted.\n\n"
         "A learner that resumes later goes on from its own newest checkpoint and publishes that in a further epoch. To train\n"
-        "on from V, give up its later checkpoints first (`anabranch checkpoints`); the command says which.",
+        "on from V, give up its later checkpoints first (`anabranch checkpoints`); the command says which. It then resumes the\n"
+        "newest checkpoint at or below V: older than V unless one was made there (learner.checkpoint_every), and there is none\n"
+        "if it was deleted (learner.keep_checkpoints).",
     )  # fmt: skip
     parser.add_argument("version", metavar="V", help="e1.v42, or 42 (of the head's epoch)")
     add_config_arguments(parser, of_a_run=True)

@@ -59,6 +59,7 @@ def test_it_says_what_will_happen(made, runs):
     text = describe(plan_rollback(made.channel, runs, "r", "e1.v3"))
     assert "e1.v3 becomes the head, in a new epoch" in text
     assert "anabranch checkpoints --give-up-above 3" in text
+    assert "if the run directory still has a checkpoint at or below step 3" in text  # it is pruned; nothing is promised
     assert "publishes it in a further epoch" in text
 
 
