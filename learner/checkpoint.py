@@ -116,8 +116,8 @@ class CheckpointStore:
             path = place / name
             if not path.is_file() or _size_and_digest(path) != expected:
                 raise CheckpointError(
-                    f"{path} is {'damaged' if path.is_file() else 'missing'}; to go back to an older checkpoint, move "
-                    f"{place.name} away"
+                    f"{path} is {'damaged' if path.is_file() else 'missing'}; to go back to an older checkpoint: "
+                    f"anabranch checkpoints --give-up-above {marker.step - 1}"
                 )
         return engine.load(place)
 

@@ -129,8 +129,12 @@ def test_a_damaged_file_is_refused_and_no_older_one_taken_instead(tmp_path: Path
     store(tmp_path).save(Counter(1), {})
     place = store(tmp_path).save(Counter(2), {})
     damage(place / "deep" / "state")
-    with pytest.raises(CheckpointError, match=rf"deep/state {message}.*move step-00000002 away"):
+    with pytest.raises(CheckpointError, match=rf"deep/state {message}.*anabranch checkpoints --give-up-above 1$"):
         store(tmp_path).load_newest(Counter())
+    give_up_above(place.parent, 1)  # as it says
+    counter = Counter()
+    store(tmp_path).load_newest(counter)
+    assert counter.step == 1
 
 
 def test_a_marker_of_another_format_is_refused(tmp_path: Path):
