@@ -127,12 +127,16 @@ def step_lines(way: Sequence[IndexEntry]) -> list[str]:
     rows = [f"{'step':<26} {'bytes':>14}  by"]
     for entry in way:
         step = f"{entry.base or 'nothing'} -> {entry.policy}"
-        rows.append(f"{step:<26} {entry.payload_bytes:>14,}  {entry.label}, {entry.chunks} chunks")
+        rows.append(f"{step:<26} {entry.payload_bytes:>14,}  {entry.label}, {_chunks(entry.chunks)}")
     return rows
 
 
 def _fetches(way: Sequence[IndexEntry]) -> str:
-    return f"{len(way)} fetch{'' if len(way) == 1 else 'es'}, {sum(entry.chunks for entry in way)} chunks"
+    return f"{len(way)} fetch{'' if len(way) == 1 else 'es'}, {_chunks(sum(entry.chunks for entry in way))}"
+
+
+def _chunks(count: int) -> str:
+    return f"{count} chunk{'' if count == 1 else 's'}"
 
 
 def _against(way: Way, taken: Way) -> str:

@@ -16,7 +16,10 @@ export TORCHDYNAMO_DISABLE=1               # CPU: no compilation at every new ba
 export VLLM_CPU_OMP_THREADS_BIND=nobind    # CPU: the server shares its cores
 export OMP_NUM_THREADS=1                   # CPU
 
-exec python -m vllm.entrypoints.openai.api_server --model "$1" --host 127.0.0.1 --port "$2" \
+python=$(dirname "$0")/../.venv/bin/python  # of this checkout, as `make setup` built it; else that of the shell
+[ -x "$python" ] || python=python
+
+exec "$python" -m vllm.entrypoints.openai.api_server --model "$1" --host 127.0.0.1 --port "$2" \
     --weight-transfer-config '{"backend": "anabranch"}' \
     --dtype float32 --max-model-len 512 --max-num-seqs 16 --enforce-eager \
     --kv-cache-memory-bytes 67108864 \

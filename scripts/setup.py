@@ -51,7 +51,11 @@ def main() -> int:
         install(args.torch_index)
         verify()
         STAMP.write_text(fingerprint())
-        print(f"setup: done in {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"setup: done in {time.monotonic() - started:.0f} s; the command is .venv/bin/anabranch, "
+            "or plain anabranch after `. .venv/bin/activate`",
+            flush=True,
+        )
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
