@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from anabranch.deploy.weights_path import as_json, find_paths, render
+from anabranch.deploy.weights_path import as_json, find_paths, render, step_lines
 from anabranch.schemas.errors import UsageError
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.memory_weight_channel import MemoryWeightChannel, MemoryWeightStore
@@ -34,6 +35,12 @@ def test_a_skip_is_taken_and_compared_with_the_chain_and_a_fresh_start(channel):
     chain = path_bytes(paths.chain)
     assert f"{chain:,}  4 fetches" in text
     assert f"{chain / path_bytes(paths.taken):.2f} times the bytes of the path" in text
+
+
+def test_one_chunk_is_not_many(channel):
+    (step,) = find_paths(channel, "r", "e1.v4", "e1.v8").taken
+    shown = [step_lines([dataclasses.replace(step, chunks=n)])[-1] for n in (0, 1, 2)]
+    assert [line.rpartition(", ")[2] for line in shown] == ["0 chunks", "1 chunk", "2 chunks"]
 
 
 def test_over_a_fork_nothing_is_fetched(channel):
