@@ -22,6 +22,7 @@ from anabranch.producers.weight_follower import WeightFollower
 from anabranch.schemas.config import RunConfig, load_config
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.versions import PolicyVersion
+from anabranch.transport.log import setup_logging
 from anabranch.transport.wiring import connect_hub, connect_weights
 from tests.weights import Publisher
 
@@ -93,5 +94,6 @@ def produce(config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
+    setup_logging("region site")  # stdout is for answers
     loaded = load_config(Path(sys.argv[2]).read_text(), source=sys.argv[2])
     {"publisher": publish, "producers": produce}[sys.argv[1]](loaded)
