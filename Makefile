@@ -20,6 +20,8 @@ demo: setup ## the whole loop on this machine (ARGS="--preset smollm2 --steps 50
 	@$(PY) -m anabranch.cli.main demo $(ARGS)
 
 test: setup ## all tests (ARGS="-k name" for some)
+	@# the tests of slow links need `ip`; elsewhere they skip and say so
+	@if ! command -v ip >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq iproute2; fi
 	@$(PY) -m pytest $(ARGS)
 
 check: setup ## ruff, mypy, import rules
