@@ -119,7 +119,7 @@ def produce(config: RunConfig, region: str) -> int:
             verify=Verifier(config.channel.trusted_keys).check,
             leases=leases,
         )
-        outbox = Outbox(stream, producer, region=region, deadline_s=config.producer.append_deadline_s)
+        outbox = Outbox(stream, producer, region=region, deadline_s=config.spool.full_deadline_s)
         link = HubLink(
             hub.permits,
             hub.runs,

@@ -3,7 +3,10 @@
 Region Redis (trajectories):
     ab:{run}:traj              stream   entries (schemas/envelope.py)
     ab:{run}:seen              hash     producer id -> highest sequence number appended
-    ab:{run}:ledger            hash     produced, trained, dropped:<cause> -> count of groups
+    ab:{run}:open              zset     "PRODUCER SEQ" (SEQ zero-padded to 20 digits, score 0): stored, not settled by the learner
+    ab:{run}:open_ids          hash     entry id -> its member of `open`
+    ab:{run}:ledger            hash     produced, trained, dropped:<cause> -> count of groups; requeued, made_room -> dead
+                                        letters put back, discarded
     ab:{run}:dead              stream   entries nobody can read, with `cause`
     ab:{run}:wcache:DIGEST     string   a weight chunk of an object store, kept for the region's producers
     ab:{run}:wcache_used       zset     DIGEST -> when it was last used (Unix ms)
@@ -29,7 +32,8 @@ Hub Redis (weights, permits, status):
     ab:{run}:holders           hash     group index -> producer whose lease it is
     ab:{run}:takes             hash     producer -> its last take, "nonce index ...": a repeated call gets the same
     ab:{run}:returned          zset     group index to hand out again, by index
-    ab:{run}:attempts          hash     group index -> times handed out beyond the first
+    ab:{run}:attempts          hash     group index -> times handed out beyond the first, until it arrives
+    ab:{run}:abandoned         set      group indices given up too often: they will never arrive
     ab:{run}:eval:E:V          hash     shard index -> JSON result, or lease "expiry|producer"
     ab:{run}:eval              string   JSON {epoch, version, shards}: the evaluation wanted now
     ab:{run}:producers         hash     producer id -> JSON status (region, version served, tokens/s, ...)
@@ -65,6 +69,14 @@ class Keys:
     @property
     def ledger(self) -> str:
         return self._key("ledger")
+
+    @property
+    def open_entries(self) -> str:
+        return self._key("open")
+
+    @property
+    def open_ids(self) -> str:
+        return self._key("open_ids")
 
     @property
     def dead_letters(self) -> str:
@@ -155,6 +167,10 @@ class Keys:
     @property
     def attempts(self) -> str:
         return self._key("attempts")
+
+    @property
+    def abandoned(self) -> str:
+        return self._key("abandoned")
 
     @property
     def evaluation(self) -> str:

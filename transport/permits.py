@@ -1,15 +1,15 @@
 """Permits: the right to start a group, handed out so that age stays bounded while nothing idles.
 
-Invariant (capacity rule): with batch size B, age bound S and learner version v, no group index at or above
-min((S + v + 1)·B, total) has ever been handed out; every index below `next` is exactly one of accepted, leased or
-returned, so a producer that dies costs its leases' time and no group. Held by tests/contract/test_permits.py.
+Invariant (capacity rule): with batch size B, age bound S, learner version v and a indices abandoned, no group index at or
+above min((S + v + 1)·B, total) + a has ever been handed out; every index below `next` is exactly one of accepted, leased,
+returned or abandoned, so a producer that dies costs its leases' time and no group. Held by tests/contract/test_permits.py.
 
 A group index names a position in the run's prompt order: index g is trained in step g // B when nothing is late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,21 @@ class Permit:
     min_policy: PolicyVersion
 
 
+@dataclass(frozen=True, slots=True)
+class PermitState:
+    """`leased`: producer -> group indices on a lease that runs; `expired`: leases that ran out and wait to be handed out
+    again, as do the `returned`. All 0 and None before a learner has opened the run."""
+
+    epoch: int | None
+    version: int
+    next_index: int
+    limit: int
+    leased: Mapping[str, int]
+    expired: int
+    returned: int
+    abandoned: int
+
+
 class Permits(Protocol):
     """All methods raise StreamUnavailableError when the hub cannot be reached. Times are the hub's clock."""
 
@@ -36,6 +51,23 @@ class Permits(Protocol):
     def renew(self, producer: str, group_indices: Sequence[int], *, lease_ms: int) -> list[int]:
         """Extend leases still held by `producer`; returns those that are no longer its own."""
         ...
+
+    def give_up(self, producer: str, group_indices: Sequence[int], *, max_attempts: int) -> list[int]:
+        """Producer: it could not finish these groups. Those it still has the lease of are handed out again at once, as a
+        further attempt; one that has failed `max_attempts` times is abandoned and makes room for another index. Returns the
+        abandoned ones. Harmless to repeat."""
+        ...
+
+    def surrender(self, producer: str, *, keep: Collection[int] = ()) -> int:
+        """Producer, at start: what an earlier process of this name held and is not in `keep` is handed out again at once.
+        Returns how many."""
+        ...
+
+    def abandoned(self) -> set[int]:
+        """Group indices that will never arrive."""
+        ...
+
+    def state(self) -> PermitState: ...
 
     def settle(self, group_indices: Sequence[int]) -> None:
         """Learner: these groups have arrived; whoever held a lease on them no longer does."""

@@ -2,9 +2,9 @@
 `RedisStream` and `MemoryStream`.
 
 Invariant: an appended entry is delivered to every consumer group until that group acknowledges it, whoever
-dies in between; `append` of the same (producer, seq) twice stores once; `produced = sum of fates + pending`
-holds for the learner's group at every instant (appending and counting are one atomic act, and so are
-acknowledging and counting the fate). Held by tests/contract/test_stream.py.
+dies in between; a (producer, seq) is stored once, and a producer is told when the server has forgotten some;
+`produced + foreign = sum of fates + pending` holds for the learner's group at every instant (appending and counting are
+one atomic act, and so are acknowledging and counting the fate). Held by tests/contract/test_stream.py.
 """
 
 from __future__ import annotations
@@ -31,24 +31,73 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """Groups of one region: `produced` ever appended, `fates` by name ("trained", "dropped:age", ...), `pending`
-    counted independently from the stream (undelivered + delivered but not acknowledged)."""
+    """Groups of one region: `produced` ever appended by producers, `foreign` added by somebody else (counted by the server:
+    all entries ever added, less ours), `fates` by name ("trained", "dropped:age", ...), `pending` counted independently
+    from the stream (undelivered + delivered but not acknowledged)."""
 
     produced: int
     pending: int
     fates: dict[str, int] = field(default_factory=dict)
+    foreign: int = 0
 
     @property
     def balanced(self) -> bool:
-        return self.produced == self.pending + sum(self.fates.values())
+        return self.produced + self.foreign == self.pending + sum(self.fates.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerProgress:
+    """What a stream knows of one producer. `next_seq`: one past the highest stored, None if it knows nothing of it;
+    `lowest_open`: lowest stored sequence number that the learner's group has not settled, None if there is none."""
+
+    next_seq: int | None
+    lowest_open: int | None
+
+    @property
+    def settled_below(self) -> int:
+        """All sequence numbers below are settled (0: none that it knows of)."""
+        return self.lowest_open if self.lowest_open is not None else (self.next_seq or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLag:
+    """A consumer group's place: entries it has not read, and has read and not acknowledged; `idle_ms`: since a consumer of it
+    last asked (None: it has none)."""
+
+    name: str
+    undelivered: int
+    pending: int
+    idle_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """`bytes_used`: what the server says the stream takes, about."""
+
+    entries: int
+    bytes_used: int
+    groups: tuple[GroupLag, ...] = ()
 
 
 class TrajectoryStream(Protocol):
     """All methods raise StreamUnavailableError when the server cannot be reached, BackpressureError when it is full."""
 
-    def append(self, envelope: Envelope) -> bool:
-        """Store `envelope` once. False if (producer, seq) was stored before. Sequence numbers ascend per producer.
-        After any error the same envelope may be appended again."""
+    def append(self, envelopes: Sequence[Envelope], *, floor: int) -> int:
+        """Store `envelopes` of one producer, consecutive and ascending in `seq`, each once and in order, in one round trip.
+
+        `floor` is the lowest sequence number that the caller still holds: a stream that knows nothing of the producer begins
+        there. Returns the sequence number that the stream expects next: one past the last given when all are stored (now or
+        earlier); lower when the server has forgotten entries that it once took: they are to be given again, from there.
+        After any error the same envelopes may be appended again.
+
+        Raises EnvelopeError: a payload is over `stream.max_entry_bytes` (nothing of the call is stored).
+        """
+        ...
+
+    def progress(self, producer: str) -> ProducerProgress: ...
+
+    def forget_producer(self, producer: str) -> bool:
+        """The producer is gone for good and holds nothing any more; False (and nothing done) while entries of it are open."""
         ...
 
     def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
@@ -82,5 +131,12 @@ class TrajectoryStream(Protocol):
         ...
 
     def ledger(self, group: str) -> LedgerCounts: ...
+
+    def state(self) -> StreamState: ...
+
+    def forget_group(self, group: str) -> bool:
+        """A reader of another group is gone for good: nothing waits for it any more. False if there is no such group.
+        Raises UsageError for the learner's group."""
+        ...
 
     def close(self) -> None: ...

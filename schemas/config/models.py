@@ -10,20 +10,15 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from anabranch.schemas.config import channel_rules, learner_rules
+from anabranch.schemas.config.channel import ChannelSection
+from anabranch.schemas.config.delivery import LedgerSection, RecorderSection, SpoolSection, StreamSection
+from anabranch.schemas.config.learner import CorrectionSection, LearnerSection
+from anabranch.schemas.config.section import Dtype, Section
 from anabranch.schemas.errors import UnsafeSamplingError, redact_url
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 ENTRY_BYTES_PER_TOKEN = 24  # id, log-prob and up to 16 bytes of text; more is very rare
-Objective = Literal["dppo_tv", "grpo", "dr_grpo", "none"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
 
 
 class RunSection(Section):
@@ -102,6 +97,9 @@ class SamplingSection(Section):
     log-prob must be that of the distribution that was sampled."""
 
     group_size: int = Field(8, ge=2, le=1024, description="rollouts per prompt (G)")
+    min_group_size: int | None = Field(
+        None, ge=2, description="rollouts with which a group may be sent once its deadline has passed; default: all"
+    )
     max_tokens: int = Field(64, ge=1)
     temperature: float = Field(1.0, gt=0, le=5)
     top_p: float = 1.0
@@ -151,195 +149,22 @@ class ProducerSection(Section):
         "default: /dev/shm/anabranch-UID",
     )
     permit_lease_ms: int = Field(60_000, ge=1_000, description="a permit not settled by then goes to somebody else")
-    rollout_deadline_s: float = Field(300.0, gt=0)
-    append_deadline_s: float = Field(
-        120.0, gt=0, description="how long an unreachable region Redis is retried before exit 75"
+    rollout_deadline_s: float = Field(
+        120.0, gt=0, description="a rollout that takes longer is aborted and sampled again, with another seed"
+    )
+    group_deadline_s: float = Field(
+        300.0,
+        gt=0,
+        description="a group that takes longer is sent with the rollouts that are finished (sampling.min_group_size), or given up",
+    )
+    max_attempts: int = Field(
+        3, ge=1, description="a group index given up so often is abandoned: another prompt takes its place"
     )
     verify_every_updates: int = Field(
         0,
         ge=0,
         description="check the live engine's digest every N swaps, which ends a producer that differs; 0: never",
     )
-
-
-# What an objective's paper pairs it with: used for the keys that the user leaves out.
-_OBJECTIVE_DEFAULTS: dict[str, dict[str, str | float]] = {
-    "dppo_tv": {"advantage": "dr_grpo", "aggregation": "token_mean", "penalty": 1e-3},
-    "grpo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "penalty": 0.0},
-    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "constant", "penalty": 0.0},
-    "none": {"advantage": "dr_grpo", "aggregation": "token_mean", "penalty": 0.0},
-}
-
-
-class CorrectionSection(Section):
-    """Off-policy correction, see docs/staleness.md. `grpo` and `dr_grpo` share one clipped objective; they differ in
-    the defaults of advantage, aggregation and penalty (as do the others: `_OBJECTIVE_DEFAULTS`)."""
-
-    objective: Objective = "dppo_tv"
-    max_age: int = Field(
-        8, ge=0, description="hard bound: a group with an older token never reaches the loss; 0 is synchronous"
-    )
-    tau: float = Field(0.2, gt=0, description="dppo_tv: trust region on the probability difference")
-    ratio_cap: float = Field(20.0, gt=0, description="dppo_tv: cap on the importance ratio")
-    penalty: float = Field(
-        1e-3, ge=0, description="weight of the d² penalty; default 0 for objectives other than dppo_tv"
-    )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="grpo, dr_grpo: lower clip")
-    clip_high: float = Field(0.28, gt=0, description="grpo, dr_grpo: upper clip")
-    veto_low: float = Field(1e-4, ge=0, description="a trajectory with any ratio below is dropped from the loss")
-    veto_high: float = Field(100.0, gt=1, description="a trajectory with any ratio above is dropped from the loss")
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "dr_grpo"
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_the_objective(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return _OBJECTIVE_DEFAULTS.get(str(values.get("objective", "dppo_tv")), {}) | values
-
-
-class LearnerSection(Section):
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Dtype = Field("bfloat16", description="weights as published; the optimizer keeps float32 masters")
-    compute_dtype: Dtype | None = Field(
-        None,
-        description="of forward and backward. float32 with dtype bfloat16 computes in float32 with the published bf16 "
-        "weights. Default: float32 on the CPU at zero_stage 0 to 2 (exact, and faster than bf16 there), else as dtype",
-    )
-    steps: int = Field(100, ge=1)
-    groups_per_step: int = Field(32, ge=1, description="B: groups consumed by one optimizer step")
-    micro_batch_tokens: int = Field(8192, ge=16, description="padded tokens of one forward pass")
-    world_size: int = Field(1, ge=1, le=64)
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    lr: float = Field(1e-5, ge=0)
-    warmup_steps: int = Field(0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(1.0, ge=0, description="0: off")
-    checkpoint_every: int = Field(
-        20, ge=1, description="steps between durable checkpoints; entries are acknowledged after one"
-    )
-    keep_checkpoints: int = Field(2, ge=1)
-    batch_deadline_s: float = Field(600.0, gt=0, description="how long a step waits for its batch before exit 75")
-    evaluate: bool = Field(True, description="held-out evaluation before the first and after the last step")
-    evaluate_deadline_s: float = Field(300.0, gt=0)
-    threads: int = Field(1, ge=1, description="CPU threads per rank")
-    target_reward: float | None = Field(None, description="stop early when the smoothed mean reward reaches it")
-    deepspeed: dict[str, Any] = Field(default_factory=dict, description="merged over the generated DeepSpeed JSON")
-
-    @field_validator("betas", mode="before")
-    @classmethod
-    def _tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
-
-    @property
-    def resolved_compute_dtype(self) -> str:
-        return learner_rules.compute_dtype(
-            self.compute_dtype, device=self.device, dtype=self.dtype, zero_stage=self.zero_stage
-        )
-
-    @model_validator(mode="after")
-    def _what_the_learner_can_do(self) -> Self:
-        learner_rules.check_dtypes(dtype=self.dtype, compute=self.resolved_compute_dtype, zero_stage=self.zero_stage)
-        learner_rules.check_deepspeed(self.deepspeed)
-        return self
-
-
-class ChannelSection(Section):
-    blobs: str = Field(
-        "redis",
-        description="where weight chunks are kept: redis (the hub), or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
-        "az://ACCOUNT/CONTAINER/PREFIX, file:///DIR; "
-        "credentials come from the environment (AWS_ACCESS_KEY_ID, ...), never from here",
-    )
-    blob_options: dict[str, str] = Field(
-        default_factory=dict, description="options of the object store, e.g. endpoint, region, allow_http"
-    )
-    region_cache_bytes: int = Field(
-        0,
-        ge=0,
-        description="keep chunks of an object store in the region's Redis, up to so many bytes, so that they cross the "
-        "WAN once for all its producers; 0: off",
-    )
-    codec_threads: int = Field(
-        2, ge=1, le=256, description="threads of the delta codec, in the learner and in producers"
-    )
-    fetch_threads: int = Field(
-        64, ge=1, le=256, description="chunks fetched at once by a follower: over a WAN each costs a round trip"
-    )
-    skip_levels: int = Field(
-        10,
-        ge=0,
-        le=20,
-        description="merged deltas over 2, 4, ... 2^N versions are published in the background; 0: none",
-    )
-    skip_memory_bytes: int = Field(
-        2 * 2**30,
-        ge=0,
-        description="memory of a learner rank for making skip deltas; longer skips are left out above it",
-    )
-    retain_bytes: int = Field(
-        4 * 2**30,
-        ge=0,
-        description="bytes on the channel (chunks, and 16 KiB for each manifest) above which what no follower can need is "
-        "dropped",
-    )
-    lease_ms: int = Field(
-        120_000, ge=1_000, description="a follower that has not reported for so long may find its versions dropped"
-    )
-    signing_key_file: Path | None = Field(
-        None, strict=False, description="learner: Ed25519 private key (PEM) that signs manifests"
-    )
-    trusted_keys: tuple[str, ...] = Field(
-        (), description="producers: Ed25519 public keys (hex); if any, manifests must be signed by one of them"
-    )
-    connect_deadline_s: float = Field(60.0, gt=0)
-
-    @field_validator("trusted_keys", mode="before")
-    @classmethod
-    def _keys(cls, value: object) -> object:
-        if not isinstance(value, list | tuple):
-            raise ValueError('a list of Ed25519 public keys of 64 hex digits each, such as ["ab12..."]')
-        return tuple(value)
-
-    @field_validator("trusted_keys")
-    @classmethod
-    def _hex_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
-        for key in keys:
-            channel_rules.check_trusted_key(key)
-        return keys
-
-    @field_validator("blobs")
-    @classmethod
-    def _known_store(cls, blobs: str) -> str:
-        channel_rules.check_blobs(blobs)
-        return blobs
-
-    @model_validator(mode="after")
-    def _no_secrets(self) -> Self:
-        channel_rules.check_blob_options(self.blobs, self.blob_options)
-        return self
-
-
-class StreamSection(Section):
-    max_entry_bytes: int = Field(16 * 2**20, ge=1024)
-    block_ms: int = Field(200, ge=1, description="blocking read; kept below socket_timeout_ms")
-    socket_timeout_ms: int = Field(5_000, ge=100)
-    claim_idle_ms: int = Field(60_000, ge=1_000, description="entries of a dead consumer are claimed after this")
-    max_deliveries: int = Field(32, ge=1, description="an entry delivered more often goes to the dead-letter stream")
-
-    @model_validator(mode="after")
-    def _block_below_timeout(self) -> Self:
-        if self.block_ms >= self.socket_timeout_ms:
-            raise ValueError(f"block_ms = {self.block_ms} must be below socket_timeout_ms = {self.socket_timeout_ms}")
-        return self
-
-
-class RecorderSection(Section):
-    rows_per_file: int = Field(4096, ge=1)
-    seconds_per_file: float = Field(20.0, gt=0)
 
 
 class RunConfig(Section):
@@ -356,7 +181,13 @@ class RunConfig(Section):
     correction: CorrectionSection = Field(default_factory=CorrectionSection)
     channel: ChannelSection = Field(default_factory=ChannelSection)
     stream: StreamSection = Field(default_factory=StreamSection)
+    spool: SpoolSection = Field(default_factory=SpoolSection)
+    ledger: LedgerSection = Field(default_factory=LedgerSection)
     recorder: RecorderSection = Field(default_factory=RecorderSection)
+
+    @property
+    def spool_directory(self) -> Path:
+        return self.spool.dir or self.run.directory / "spool"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -370,6 +201,21 @@ class RunConfig(Section):
             raise ValueError(
                 f"task.max_prompt_tokens + sampling.max_tokens = {need} exceeds "
                 f"producer.max_model_len = {self.producer.max_model_len}"
+            )
+        if (self.sampling.min_group_size or 0) > self.sampling.group_size:
+            raise ValueError(
+                f"sampling.min_group_size = {self.sampling.min_group_size} exceeds "
+                f"sampling.group_size = {self.sampling.group_size}"
+            )
+        if self.producer.rollout_deadline_s > self.producer.group_deadline_s:
+            raise ValueError(
+                f"producer.rollout_deadline_s = {self.producer.rollout_deadline_s} exceeds "
+                f"producer.group_deadline_s = {self.producer.group_deadline_s}"
+            )
+        if self.stream.max_entry_bytes > self.spool.max_bytes:
+            raise ValueError(
+                f"stream.max_entry_bytes = {self.stream.max_entry_bytes} exceeds spool.max_bytes = {self.spool.max_bytes}: "
+                "a group could never be spooled"
             )
         largest = self.sampling.group_size * need * ENTRY_BYTES_PER_TOKEN + 8192
         if largest > self.stream.max_entry_bytes:
