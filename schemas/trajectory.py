@@ -5,7 +5,7 @@ log-prob per token, spans that start at 0 and ascend inside the completion, and 
 or rewards are refused here, at ingest, and never reach the loss. Held by tests/unit/schemas/test_trajectory.py.
 
 Version rule: the schema's metadata carries `major.minor`. A reader takes any minor of its own major (added
-columns are ignored) and refuses another major by name.
+columns are ignored) and refuses another major by name. 1.1 added `group_size`; a batch of 1.0 holds whole groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from anabranch.schemas.errors import SchemaVersionError, TrajectoryError
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
 SCHEMA_MAJOR = 1
-SCHEMA_MINOR = 0
+SCHEMA_MINOR = 1
 _VERSION_KEY = b"anabranch.trajectory"
 
 SPAN = pa.struct(
@@ -47,6 +47,7 @@ SCHEMA = pa.schema(
         pa.field("answer", pa.string(), False),  # the gold answer
         pa.field("started_ms", pa.int64(), False),  # Unix time, the producer's clock
         pa.field("finished_ms", pa.int64(), False),
+        pa.field("group_size", pa.int32(), False),  # G: rollouts asked for, at least as many as there are rows
     ],
     metadata={_VERSION_KEY: f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}".encode()},
 )
@@ -69,7 +70,11 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G rollouts of one prompt. `prompt_token_ids` int32 [P]."""
+    """Rollouts of one prompt. `prompt_token_ids` int32 [P].
+
+    `group_size` is how many were asked for, G; fewer are there in a partial group, which was sent at its deadline. Left out
+    (0) it is as many as there are.
+    """
 
     run: str
     region: str
@@ -80,6 +85,15 @@ class Group:
     prompt_text: str
     answer: str
     rollouts: tuple[Rollout, ...] = field(default_factory=tuple)
+    group_size: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.group_size:
+            object.__setattr__(self, "group_size", len(self.rollouts))
+
+    @property
+    def partial(self) -> bool:
+        return len(self.rollouts) < self.group_size
 
     @property
     def rewards(self) -> NDArray[np.float64]:
@@ -92,6 +106,7 @@ def encode_group(group: Group) -> bytes:
         _check(group, rollout)
     if not group.rollouts:
         raise TrajectoryError(f"group {group.group_index} has no rollouts")
+    _check_size(group.group_index, group.group_size, len(group.rollouts))
     n = len(group.rollouts)
     rows = group.rollouts
     batch = pa.record_batch(
@@ -111,6 +126,7 @@ def encode_group(group: Group) -> bytes:
             pa.array([r.finish_reason for r in rows]),
             pa.array([group.prompt_text] * n), pa.array([r.text for r in rows]), pa.array([group.answer] * n),
             pa.array([r.started_ms for r in rows], pa.int64()), pa.array([r.finished_ms for r in rows], pa.int64()),
+            pa.array([group.group_size] * n, pa.int32()),
         ],
         schema=SCHEMA,
     )  # fmt: skip
@@ -130,14 +146,19 @@ def read_batch(payload: bytes | memoryview) -> pa.RecordBatch:
     try:
         with pa.ipc.open_stream(pa.py_buffer(payload)) as reader:
             version = (reader.schema.metadata or {}).get(_VERSION_KEY, b"none").decode("ascii", "replace")
-            if version.partition(".")[0] != str(SCHEMA_MAJOR):
+            major, _, minor = version.partition(".")
+            if major != str(SCHEMA_MAJOR):
                 raise SchemaVersionError(
                     f"trajectory schema version {version}; this program reads {SCHEMA_MAJOR}.x: upgrade the older side"
                 )
             batches = list(reader)
         if len(batches) != 1:
             raise TrajectoryError(f"an entry holds {len(batches)} record batches; expected 1")
-        batch = batches[0].select(SCHEMA.names)
+        batch = batches[0]
+        if minor == "0" and "group_size" not in batch.schema.names:  # before 1.1 every group was whole
+            whole = np.full(batch.num_rows, batch.num_rows, np.int32)
+            batch = batch.append_column(SCHEMA.field("group_size"), pa.array(whole))
+        batch = batch.select(SCHEMA.names)
         batch.validate(full=True)
     except (pa.ArrowException, KeyError, OSError) as error:
         raise TrajectoryError(f"payload is not a trajectory batch: {error}") from error
@@ -168,13 +189,14 @@ def decode_group(payload: bytes | memoryview) -> Group:
     batch = read_batch(payload)
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     n = batch.num_rows
-    for name in ("run", "region", "producer", "group_index", "attempt", "prompt_text", "answer"):
+    for name in ("run", "region", "producer", "group_index", "attempt", "prompt_text", "answer", "group_size"):
         if n > 1 and len(column[name].unique()) != 1:
             raise TrajectoryError(f"one entry mixes several values of {name}")
     prompts = column["prompt_token_ids"]
     if any(prompts[i] != prompts[0] for i in range(1, n)):
         raise TrajectoryError("one entry mixes several values of prompt_token_ids")
     plain = {k: column[k].to_pylist() for k in SCHEMA.names if k not in ("prompt_token_ids", "token_ids", "logprobs")}
+    _check_size(plain["group_index"][0], plain["group_size"][0], n)
     group = Group(
         run=plain["run"][0], region=plain["region"][0], producer=plain["producer"][0],
         group_index=plain["group_index"][0], attempt=plain["attempt"][0],
@@ -191,12 +213,18 @@ def decode_group(payload: bytes | memoryview) -> Group:
             )
             for i in range(n)
         ),
+        group_size=plain["group_size"][0],
     )  # fmt: skip
     for rollout in group.rollouts:
         _check(group, rollout)
     if len({r.sample_index for r in group.rollouts}) != n:
         raise TrajectoryError(f"group {group.group_index} repeats a sample index")
     return group
+
+
+def _check_size(group_index: int, group_size: int, rollouts: int) -> None:
+    if group_size < rollouts:
+        raise TrajectoryError(f"group {group_index}: {rollouts} rollouts of a group of {group_size}")
 
 
 def _check(group: Group, rollout: Rollout) -> None:

@@ -57,7 +57,7 @@ def fields_of(g: Group) -> tuple[object, ...]:
     ]  # fmt: skip
     return (
         g.run, g.region, g.producer, g.group_index, g.attempt, g.prompt_token_ids.tobytes(), g.prompt_text, g.answer,
-        tuple(rollouts),
+        g.group_size, tuple(rollouts),
     )  # fmt: skip
 
 
@@ -97,4 +97,5 @@ def groups(draw: st.DrawFn) -> Group:
         prompt_text=draw(_TEXT),
         answer=draw(_TEXT),
         rollouts=tuple(draw(rollouts(s)) for s in samples),
+        group_size=len(samples) + draw(st.integers(0, 3)),
     )

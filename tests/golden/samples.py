@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -56,6 +57,7 @@ GROUP = Group(
         ),
     ),
 )
+PARTIAL = replace(GROUP, group_size=3)  # its third rollout was not finished at the deadline
 SEQ = 17
 SIGNING_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 
@@ -86,10 +88,6 @@ NEW: dict[str, Any] = {
 NEW["model.layers.0.mlp.gate_proj.weight"][[7, 40, 41, 300]] += 1  # one step away from zero
 NEW["model.layers.0.mlp.gate_proj.weight"][[203, 599]] -= 1  # and towards it
 NEW["model.layers.0.mlp.gate_proj.weight"][450] = 0x7FC1  # a NaN with a payload
-
-
-def entry_payload() -> bytes:
-    return encode_group(GROUP)
 
 
 def envelope_json(payload: bytes) -> bytes:
@@ -169,9 +167,10 @@ def index_entries() -> bytes:
     return "".join(f"{IndexEntry.of(made).to_text()}\n" for made in manifests().values()).encode()
 
 
+# Written by programs that are out there, and by no program any more: trajectory schema 1.0, before `group_size`.
+OLD_FILES = ("entry.arrow", "entry.envelope.json")
 FILES: dict[str, Callable[[], bytes]] = {
-    "entry.arrow": entry_payload,
-    "entry.envelope.json": lambda: envelope_json(entry_payload()),
+    "entry-1.1.arrow": lambda: encode_group(PARTIAL),
     "layout.json": layout_json,
     "layout.hash": layout_hash,
     **{f"manifest.{kind}.json": partial(manifest_json, kind) for kind in manifests()},

@@ -17,7 +17,7 @@ from anabranch.schemas.delta_file import PREFIX, DeltaHeader, frame_bytes
 from anabranch.schemas.envelope import open_envelope
 from anabranch.schemas.layout import Layout, root_digest
 from anabranch.schemas.manifest import Manifest
-from anabranch.schemas.trajectory import decode_group
+from anabranch.schemas.trajectory import SCHEMA, Group, decode_group, read_batch
 from anabranch.schemas.weight_index import IndexEntry
 from tests.golden import samples
 from tests.groups import same
@@ -38,6 +38,13 @@ def test_a_stored_entry_is_read() -> None:
     envelope = open_envelope(stored_entry(), max_entry_bytes=1 << 20)
     assert (envelope.producer, envelope.seq, envelope.group_index) == ("east-4711-c0ffee", 17, 1234)
     assert same(decode_group(envelope.payload), samples.GROUP)
+
+
+@pytest.mark.parametrize(("name", "group"), [("entry.arrow", samples.GROUP), ("entry-1.1.arrow", samples.PARTIAL)])
+def test_a_batch_of_every_minor_version_is_read(name: str, group: Group) -> None:
+    """1.0 has no `group_size`: as many were asked for as there are."""
+    assert same(decode_group(stored(name)), group)
+    assert read_batch(stored(name)).schema.names == SCHEMA.names
 
 
 def test_the_envelope_is_sealed_as_it_was() -> None:
@@ -106,4 +113,4 @@ def test_sparse_chunks_are_written_as_they_were() -> None:
 def test_every_committed_file_is_held_here() -> None:
     """And nothing stale lies around: regenerate with scripts/make_golden.py."""
     files = {p.name for p in GOLDEN.iterdir() if p.suffix not in (".py", ".pyc") and p.is_file()}
-    assert files == set(samples.FILES)
+    assert files == {*samples.FILES, *samples.OLD_FILES}

@@ -123,6 +123,7 @@ def test_a_group_without_rollouts_or_prompt_is_refused() -> None:
         ("prompt_token_ids", [[5, 6], [5, 7]]),
         ("prompt_text", ["6 * 7 =", "1 + 1 ="]),
         ("answer", ["42", "2"]),
+        ("group_size", [2, 3]),
     ],
 )
 def test_an_entry_of_two_different_groups_is_refused(name: str, values: list[object]) -> None:
@@ -178,7 +179,7 @@ def test_nulls_inside_a_list_are_refused(name: str) -> None:
 def test_a_slice_of_a_batch_decodes_to_its_own_rows() -> None:
     """Arrow slices share buffers with an offset; what is written and read must be the slice, not the buffer."""
     rows = tuple(rollout(s, tokens=s + 1, reward=float(s)) for s in range(5))
-    whole = read_batch(encode_group(replace(group(9), rollouts=rows)))
+    whole = read_batch(encode_group(replace(group(9), rollouts=rows, group_size=0)))
     part = decode_group(write(whole.slice(2, 2)))
     assert [r.sample_index for r in part.rollouts] == [2, 3]
     assert [len(r.token_ids) for r in part.rollouts] == [3, 4]
@@ -191,6 +192,36 @@ def test_columns_in_another_order_and_added_columns_are_read() -> None:
     newer = batch.select(SCHEMA.names[::-1]).append_column("route", pa.array(["a", "b"]))
     newer = newer.replace_schema_metadata({b"anabranch.trajectory": b"1.7"})
     assert same(decode_group(write(newer)), decode_group(write(batch)))
+
+
+def older(batch: pa.RecordBatch, version: bytes = b"1.0") -> pa.RecordBatch:
+    return batch.drop_columns(["group_size"]).replace_schema_metadata({b"anabranch.trajectory": version})
+
+
+def test_a_batch_of_1_0_holds_a_whole_group() -> None:
+    decoded = decode_group(write(older(good_batch())))
+    assert same(decoded, group(3))
+    assert (decoded.group_size, decoded.partial) == (2, False)
+
+
+def test_the_column_that_1_1_added_is_not_missing_in_1_1() -> None:
+    with pytest.raises(TrajectoryError, match="group_size"):
+        decode_group(write(older(good_batch(), b"1.1")))
+
+
+def test_a_partial_group_knows_how_many_were_asked_for() -> None:
+    decoded = decode_group(encode_group(replace(group(3), group_size=8)))
+    assert (decoded.group_size, len(decoded.rollouts), decoded.partial) == (8, 2, True)
+
+
+@pytest.mark.parametrize("size", [1, 0, -1])
+def test_more_rollouts_than_were_asked_for_are_refused(size: int) -> None:
+    """Also 0, which a `Group` made here takes for "as many as there are"."""
+    with pytest.raises(TrajectoryError, match=f"group 3: 2 rollouts of a group of {size}"):
+        decode_group(write(with_column(good_batch(), "group_size", pa.array([size, size], pa.int32()))))
+    if size:
+        with pytest.raises(TrajectoryError, match="group 3: 2 rollouts"):
+            encode_group(replace(group(3), group_size=size))
 
 
 @pytest.mark.parametrize("metadata", [{b"anabranch.trajectory": b"2.0"}, {b"anabranch.trajectory": b"10.0"}, {}])
