@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import anabranch
 from anabranch.cli.common import HelpFormatter
 
-# command modules, in the order of --help; each has add_parser(subparsers), whose parser sets `run`
+# commands in the order of --help; the module of `a-b` is a_b. Each has add_parser(subparsers), whose parser sets `run`
 COMMANDS = (
-    "demo", "learn", "produce", "follow", "record", "model", "config", "ledger", "weights", "checkpoints", "delta", "report", "bench",
+    "demo", "learn", "produce", "follow", "record", "model", "config", "ledger", "stream", "dead-letter", "permits", "weights",
+    "checkpoints", "delta", "report", "bench",
 )  # fmt: skip
 
 EPILOG = """\
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     shtab.add_argument_to(parser, ["--print-completion"], help="print a completion script")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        importlib.import_module(f"anabranch.cli.{name}").add_parser(subparsers)
+        importlib.import_module(f"anabranch.cli.{name.replace('-', '_')}").add_parser(subparsers)
     return parser
 
 

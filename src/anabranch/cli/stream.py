@@ -1,0 +1,97 @@
+"""`anabranch stream`: the trajectory streams, looked at; readers and producers that are gone, forgotten."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
+from anabranch.cli.confirm import add_yes
+
+_ABOUT = """\
+Entries stay in a region's stream until every consumer group has acknowledged them. These commands show who is how far, and let
+the stream forget a group or a producer that will not come back.
+
+Exit 0 done, 1 no such group or producer, 2 usage, 75 a region cannot be reached (the others are done).
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "stream",
+        help="the trajectory streams: who holds entries; forget readers and producers that are gone",
+        description=_ABOUT,
+        epilog="examples:\n  anabranch stream ls --config run.toml\n"
+        "  anabranch stream forget-group recorder --region east --config run.toml\n",
+        formatter_class=HelpFormatter,
+    )
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND")
+    for add in (_add_ls, _add_forget_group, _add_forget_producer):
+        add(kinds)
+
+    def without_kind(_: argparse.Namespace) -> int:
+        parser.print_help(sys.stderr)
+        return 2
+
+    parser.set_defaults(run=without_kind)
+
+
+def _kind(kinds: Any, name: str, about: str, examples: str, more: str) -> argparse.ArgumentParser:
+    shown = "".join(f"  anabranch stream {name}{example}\n" for example in examples.splitlines())
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        name, help=about, description=more, epilog=f"examples:\n{shown}", formatter_class=HelpFormatter
+    )
+    parser.set_defaults(run=run, error=parser.error)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser, of_a_run=True)
+    parser.add_argument("--region", metavar="NAME", help="only this one, a key of [regions]")
+
+
+def _add_ls(kinds: Any) -> None:
+    parser = _kind(
+        kinds, "ls", "entries, bytes and consumer groups of each region", " --config run.toml\n --json --config run.toml\n",
+        "not read: entries that the group has not been given. pending: given, and not acknowledged yet (the learner acknowledges\n"
+        "when a checkpoint is durable). last read: since a consumer of the group asked. A group that holds entries and has not\n"
+        "read for 10 minutes is pointed out.",
+    )  # fmt: skip
+    _add_common(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object, region by region")
+
+
+def _add_forget_group(kinds: Any) -> None:
+    parser = _kind(
+        kinds, "forget-group", "a reader is gone for good: nothing waits for it any more",
+        " recorder --config run.toml\n recorder --region east --yes --config run.toml\n",
+        "What that group has not read is not kept for it. The learner's group is never forgotten. A recorder that starts again\n"
+        "makes a new group, which begins at the oldest entry that is still there.",
+    )  # fmt: skip
+    parser.add_argument("name", metavar="NAME", help="a group as `ls` shows it")
+    _add_common(parser)
+    add_yes(parser)
+
+
+def _add_forget_producer(kinds: Any) -> None:
+    parser = _kind(
+        kinds, "forget-producer", "a producer is gone for good, and so is its spool",
+        " east-0-c0ffee --config run.toml\n",
+        "Drops what the streams remember of its sequence numbers. Refused (75) while entries of it are not settled. Living\n"
+        "producers do the same for spools that they find without an owner.",
+    )  # fmt: skip
+    parser.add_argument("name", metavar="PRODUCER", help="a producer's id, as statuses and logs name it")
+    _add_common(parser)
+    add_yes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.kind == "forget-group":
+        from anabranch.deploy.stream_state import refuse_learner
+
+        refuse_learner(args.name)
+    config = config_from(args)
+    from anabranch.cli.stream_commands import COMMANDS
+
+    return COMMANDS[args.kind](args, config)
