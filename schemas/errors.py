@@ -13,11 +13,13 @@ says what happened, where, and what to do; it never contains a secret (`redact_u
     ├── TemporaryError              75  the world is wrong for now: restart later
     │   ├── DeadlineError               a wait reached its deadline; names what it waited for
     │   ├── StreamUnavailableError      a Redis cannot be reached
-    │   └── BackpressureError           a Redis is full; nothing was lost
+    │   ├── BackpressureError           a Redis is full; nothing was lost
+    │   └── FateLogError                the fates of groups cannot be written (full disk, or another learner has them)
     ├── WireError                   76  bytes from the wire break their contract
     │   ├── EnvelopeError               a stream entry is malformed or its checksum is wrong
     │   ├── SchemaVersionError          an unknown major schema version
     │   ├── TrajectoryError             a trajectory breaks a rule of its schema (non-finite number, lengths)
+    │   ├── SpoolError                  a file of a producer's spool is damaged
     │   ├── ManifestError               a weight manifest is malformed
     │   └── DeltaError                  a weight payload is malformed, or its base or result digest is wrong
     └── CheckpointError             78  a checkpoint is torn, foreign or missing
@@ -82,6 +84,10 @@ class BackpressureError(TemporaryError):
     pass
 
 
+class FateLogError(TemporaryError):
+    pass
+
+
 class WireError(AnabranchError, ValueError):
     exit_code = EXIT_PROTOCOL
 
@@ -95,6 +101,10 @@ class SchemaVersionError(WireError):
 
 
 class TrajectoryError(WireError):
+    pass
+
+
+class SpoolError(WireError):
     pass
 
 
