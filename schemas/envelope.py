@@ -1,11 +1,14 @@
 """The envelope of a stream entry: what a reader needs before it opens the Arrow payload.
 
 Invariant: `open_envelope(fields)` returns only if the payload is the bytes that the producer sealed (xxh3-64),
-of the declared size, within the size limit. Arrow IPC has no checksum of its own.
+of the declared size, within the size limit. Arrow IPC has no checksum of its own. A minor version adds fields and
+changes none: it is read, and what it adds is not looked at; another major version is refused by name.
+Held by tests/unit/schemas/test_envelope.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,19 +16,21 @@ import xxhash
 
 from anabranch.schemas.errors import EnvelopeError, SchemaVersionError
 
-ENVELOPE_MAJOR = 1
+ENVELOPE_MAJOR = 1  # on the wire "1", or "1.MINOR" from a program that adds fields
+_READABLE = re.compile(rb"%d(\.(0|[1-9][0-9]{0,8}))?\Z" % ENVELOPE_MAJOR)
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """`producer` and `seq` make an append idempotent; `group_index` lets a reader skip without decoding."""
+    """`producer` and `seq` make an append idempotent; `group_index` lets a reader skip without decoding. `payload`: bytes, or
+    a memoryview of them (one dimension, format "B"), which is sent without a copy."""
 
     producer: str
     seq: int
     group_index: int
-    payload: bytes
+    payload: bytes | memoryview
 
-    def seal(self) -> dict[str, bytes]:
+    def seal(self) -> dict[str, bytes | memoryview]:
         """Redis stream fields."""
         return {
             "v": str(ENVELOPE_MAJOR).encode(),
@@ -42,13 +47,14 @@ def open_envelope(fields: Mapping[bytes, bytes], *, max_entry_bytes: int) -> Env
     """The verified envelope.
 
     Raises:
-        SchemaVersionError: unknown major version.
+        SchemaVersionError: another major version.
         EnvelopeError: a missing or unreadable field, a payload over `max_entry_bytes`, a size or checksum mismatch.
     """
     version = fields.get(b"v", b"none")
-    if version != str(ENVELOPE_MAJOR).encode():
+    if not _READABLE.match(version):
         raise SchemaVersionError(
-            f"envelope version {version.decode('ascii', 'replace')}; this program reads {ENVELOPE_MAJOR}"
+            f"envelope version {version[:40].decode('ascii', 'replace')}; this program reads {ENVELOPE_MAJOR} "
+            f"and {ENVELOPE_MAJOR}.x: the producer is newer than it, or the entry is somebody else's"
         )
     try:
         payload = fields[b"payload"]

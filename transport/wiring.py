@@ -22,6 +22,7 @@ from anabranch.transport.cached_blob_store import CachedBlobStore
 from anabranch.transport.permits import Permits
 from anabranch.transport.redis_boards import RedisEvaluationBoard, RedisRunBoard
 from anabranch.transport.redis_client import connect, open_client
+from anabranch.transport.redis_dead_letters import RedisDeadLetters
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
@@ -81,9 +82,7 @@ def connect_weights(config: RunConfig, region: str) -> WeightChannel:
 
 def connect_region(config: RunConfig, region: str) -> TrajectoryStream:
     """Raises StreamUnavailableError (deadline) or ConfigError (credentials)."""
-    what = _region(region)
-    client = _connect(config, config.regions[region].url, what)
-    return RedisStream(client, Keys(config.run.name), max_entry_bytes=config.stream.max_entry_bytes, what=what)
+    return _stream(config, region, _connect(config, config.regions[region].url, _region(region)))
 
 
 def connect_regions(config: RunConfig) -> dict[str, TrajectoryStream]:
@@ -116,12 +115,23 @@ def connect_regions(config: RunConfig) -> dict[str, TrajectoryStream]:
         clients[name] = open_client(
             config.regions[name].url, stream=config.stream, deadline_s=PATIENCE_S, what=_region(name)
         )
-    return {
-        name: RedisStream(
-            client, Keys(config.run.name), max_entry_bytes=config.stream.max_entry_bytes, what=_region(name)
-        )
-        for name, client in clients.items()
-    }
+    return {name: _stream(config, name, client) for name, client in clients.items()}
+
+
+def connect_dead_letters(config: RunConfig, region: str) -> RedisDeadLetters:
+    """Raises StreamUnavailableError (deadline) or ConfigError (credentials)."""
+    client = _connect(config, config.regions[region].url, _region(region))
+    return RedisDeadLetters(client, Keys(config.run.name), what=_region(region))
+
+
+def _stream(config: RunConfig, region: str, client: redis.Redis) -> RedisStream:
+    return RedisStream(
+        client,
+        Keys(config.run.name),
+        max_entry_bytes=config.stream.max_entry_bytes,
+        max_dead_letters=config.stream.max_dead_letters,
+        what=_region(region),
+    )
 
 
 def _blob_store(config: RunConfig) -> BlobStore | None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from anabranch.schemas.envelope import Envelope, open_envelope
 from anabranch.schemas.errors import EnvelopeError
 from anabranch.transport.stream import Delivery, TrajectoryStream
+from tests.streams import put
 
 GROUP = "learner"
 
@@ -31,7 +32,7 @@ def seqs(deliveries: list[Delivery]) -> list[int]:
 def test_entries_arrive_in_order_and_unchanged(backend):
     stream = backend.stream()
     sent = [entry(i, payload=bytes(range(256)) * i) for i in range(5)]
-    assert all(stream.append(e) for e in sent)
+    assert put(stream, *sent) == 5
     got = backend.stream().read(GROUP, "c", max_entries=10, block_ms=0)
     assert [open_envelope(d.fields, max_entry_bytes=10**6) for d in got] == sent
     assert all(d.deliveries == 1 for d in got)
@@ -39,11 +40,11 @@ def test_entries_arrive_in_order_and_unchanged(backend):
 
 def test_a_repeated_append_stores_once(backend):
     stream = backend.stream()
-    assert stream.append(entry(0))
-    assert not backend.stream().append(entry(0))
-    assert stream.append(entry(0, producer="q"))
-    assert stream.append(entry(1))
-    assert not stream.append(entry(0))
+    assert stream.append([entry(0)], floor=0) == 1
+    assert backend.stream().append([entry(0)], floor=0) == 1
+    assert stream.append([entry(0, producer="q")], floor=0) == 1
+    assert stream.append([entry(1)], floor=0) == 2
+    assert stream.append([entry(0)], floor=0) == 1
     assert seqs(read(stream)) == [0, 0, 1]
     assert stream.ledger(GROUP).produced == 3
 
@@ -51,14 +52,13 @@ def test_a_repeated_append_stores_once(backend):
 def test_an_entry_over_the_limit_is_refused_before_it_is_stored(backend):
     stream = backend.stream()
     with pytest.raises(EnvelopeError, match="max_entry_bytes"):
-        stream.append(entry(0, payload=b"x" * (16 * 2**20 + 1)))
+        put(stream, entry(0, payload=b"x" * (16 * 2**20 + 1)))
     assert stream.ledger(GROUP).produced == 0
 
 
 def test_each_group_gets_every_entry_and_consumers_of_one_share_them(backend):
     stream = backend.stream()
-    for i in range(6):
-        stream.append(entry(i))
+    put(stream, *map(entry, range(6)))
     first, second = read(stream, "c1", n=2), read(stream, "c2", n=100)
     assert seqs(first) + seqs(second) == [0, 1, 2, 3, 4, 5]
     assert seqs(read(stream, group="recorder")) == [0, 1, 2, 3, 4, 5]
@@ -84,7 +84,7 @@ def test_a_waiting_reader_is_woken_by_an_append(backend):
     start = time.monotonic()
     thread.start()
     time.sleep(0.05)
-    writer.append(entry(7))
+    put(writer, entry(7))
     thread.join(5)
     assert seqs(got) == [7]
     assert time.monotonic() - start < 2
@@ -92,8 +92,7 @@ def test_a_waiting_reader_is_woken_by_an_append(backend):
 
 def test_a_restarted_consumer_finds_what_it_had_not_settled(backend):
     stream = backend.stream()
-    for i in range(4):
-        stream.append(entry(i))
+    put(stream, *map(entry, range(4)))
     first = read(stream)
     stream.settle(GROUP, [(first[1].entry_id, "trained")])
 
@@ -109,8 +108,7 @@ def test_a_restarted_consumer_finds_what_it_had_not_settled(backend):
 
 def test_idle_entries_of_another_consumer_are_claimed_but_never_ones_own(backend):
     stream = backend.stream()
-    for i in range(3):
-        stream.append(entry(i))
+    put(stream, *map(entry, range(3)))
     read(stream, "dead", n=2)
     read(stream, "alive")
     assert stream.claim_idle(GROUP, "alive", idle_ms=60_000, max_entries=10) == []
@@ -126,8 +124,7 @@ def test_idle_entries_of_another_consumer_are_claimed_but_never_ones_own(backend
 
 def test_a_fate_is_counted_once(backend):
     stream = backend.stream()
-    for i in range(3):
-        stream.append(entry(i))
+    put(stream, *map(entry, range(3)))
     ids = [d.entry_id for d in read(stream)]
     assert stream.settle(GROUP, [(ids[0], "trained"), (ids[1], "dropped:age")]) == 2
     assert stream.settle(GROUP, [(ids[0], "trained"), (ids[1], "trained"), (ids[2], "trained")]) == 1
@@ -139,8 +136,7 @@ def test_a_fate_is_counted_once(backend):
 
 def test_other_groups_settle_without_counting(backend):
     stream = backend.stream()
-    stream.append(entry(0))
-    stream.append(entry(1))
+    put(stream, entry(0), entry(1))
     one, two = read(stream, group="recorder")
     stream.settle("recorder", [(one.entry_id, "")])
     stream.dead_letter("recorder", two, "unreadable")
@@ -151,7 +147,7 @@ def test_other_groups_settle_without_counting(backend):
 
 def test_a_dead_letter_keeps_the_entry_and_its_cause(backend):
     stream = backend.stream()
-    stream.append(entry(0, payload=b"evil"))
+    put(stream, entry(0, payload=b"evil"))
     (delivery,) = read(stream)
     stream.dead_letter(GROUP, delivery, "checksum mismatch")
     stream.dead_letter(GROUP, delivery, "again")
@@ -167,8 +163,7 @@ def test_a_dead_letter_keeps_the_entry_and_its_cause(backend):
 
 def test_trim_removes_only_what_every_group_has_acknowledged(backend):
     stream = backend.stream()
-    for i in range(5):
-        stream.append(entry(i))
+    put(stream, *map(entry, range(5)))
     read(stream, group="recorder", n=3)
     assert stream.trim() == 0, "the learner has not read yet"
     mine = read(stream)
@@ -187,11 +182,10 @@ def test_trim_removes_only_what_every_group_has_acknowledged(backend):
 def test_trim_of_a_fully_settled_stream_empties_it_and_the_ledger_still_balances(backend):
     stream = backend.stream()
     assert stream.trim() == 0
-    for i in range(4):
-        stream.append(entry(i))
+    put(stream, *map(entry, range(4)))
     stream.settle(GROUP, [(d.entry_id, "trained") for d in read(stream)])
     assert stream.trim() == 4
-    stream.append(entry(4))
+    put(stream, entry(4))
     counts = stream.ledger(GROUP)
     assert (counts.produced, counts.pending, counts.balanced) == (5, 1, True)
     assert seqs(read(stream)) == [4]
@@ -200,8 +194,7 @@ def test_trim_of_a_fully_settled_stream_empties_it_and_the_ledger_still_balances
 def test_the_ledger_of_a_group_that_never_read_counts_everything_as_pending(backend):
     stream = backend.stream()
     assert stream.ledger(GROUP).balanced
-    for i in range(3):
-        stream.append(entry(i))
+    put(stream, *map(entry, range(3)))
     counts = stream.ledger(GROUP)
     assert (counts.produced, counts.pending) == (3, 3)
 
@@ -258,10 +251,10 @@ def test_the_ledger_balances_after_any_interleaving(stream_maker, actions):
     for kind, a, b in actions:
         if kind == "append":
             seq = max(0, next_seq[a] + b)
-            new = stream.append(entry(seq, producer=f"p{a}"))
-            assert new == (seq >= next_seq[a])
-            next_seq[a] = max(next_seq[a], seq + 1)
-            stored += new
+            expected = stream.append([entry(seq, producer=f"p{a}")], floor=0)
+            stored += seq == next_seq[a]
+            next_seq[a] += seq == next_seq[a]
+            assert expected == min(next_seq[a], seq + 1)
         elif kind == "read":
             fresh = read(stream, a, n=b)
             assert not known.keys() & {d.entry_id for d in fresh}, "a new entry is delivered once"

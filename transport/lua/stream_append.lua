@@ -1,12 +1,14 @@
--- Store an entry once.
--- KEYS: stream, seen (hash: producer -> highest sequence number), ledger (hash)
--- ARGV: producer, seq, field, value, field, value, ...
--- Returns 1 if stored, 0 if (producer, seq) was stored before.
-local last = redis.call('HGET', KEYS[2], ARGV[1])
-if last and tonumber(ARGV[2]) <= tonumber(last) then
-  return 0
+#!lua
+-- Store an entry if it is the next of its producer.
+-- ARGV: producer, lowest sequence number that the producer still holds, sequence number, field, value, field, value, ...
+-- Returns the sequence number that is expected next.
+local last = tonumber(redis.call('HGET', SEEN, ARGV[1]) or '-1')
+local expected = math.max(last + 1, tonumber(ARGV[2]))
+if tonumber(ARGV[3]) ~= expected then
+  return expected
 end
-redis.call('XADD', KEYS[1], '*', unpack(ARGV, 3))
-redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
-redis.call('HINCRBY', KEYS[3], 'produced', 1)
-return 1
+local id = redis.call('XADD', STREAM, '*', unpack(ARGV, 4))
+redis.call('HSET', SEEN, ARGV[1], ARGV[3])
+note_open(id, ARGV[1], ARGV[3])
+count('produced', 1)
+return expected + 1

@@ -1,8 +1,8 @@
--- Move an entry to the dead letters: copy it with its cause, acknowledge it, count it. Once only.
--- KEYS: stream, ledger, dead letters
--- ARGV: group, id, cause, fate (empty: count nothing), fields copied at most
--- The copy comes first: it is the write that a full server refuses, and what is acknowledged is not delivered again.
-local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[2], ARGV[2], 1)
+#!lua flags=allow-oom
+-- Move an entry to the dead letters: copy it with its cause, settle it. Once only.
+-- ARGV: group, id, cause, fate (empty: count nothing), fields copied at most, letters kept at most
+-- A full server takes the copy too: the entry itself can go then, and what nobody can read must not stay for ever.
+local pending = redis.pcall('XPENDING', STREAM, ARGV[1], ARGV[2], ARGV[2], 1)
 if pending.err then
   return string.find(pending.err, 'NOGROUP') and 0 or pending
 end
@@ -10,14 +10,16 @@ if #pending == 0 then
   return 0
 end
 local letter = {'cause', ARGV[3], 'by', ARGV[1], 'id', ARGV[2]}
-local entry = redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2])
+local entry = redis.call('XRANGE', STREAM, ARGV[2], ARGV[2])
 local fields = entry[1] and entry[1][2] or {}
 for i = 1, math.min(#fields, 2 * tonumber(ARGV[5])) do
   letter[#letter + 1] = fields[i]
 end
-redis.call('XADD', KEYS[3], '*', unpack(letter))
-redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
-if ARGV[4] ~= '' then
-  redis.call('HINCRBY', KEYS[2], ARGV[4], 1)
+redis.call('XADD', DEAD, '*', unpack(letter))
+redis.call('XACK', STREAM, ARGV[1], ARGV[2])
+note_fate(ARGV[2], ARGV[4])
+local gone = redis.call('XTRIM', DEAD, 'MAXLEN', '=', ARGV[6])
+if gone > 0 then
+  count('made_room', gone)
 end
 return 1

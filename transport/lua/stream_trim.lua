@@ -1,24 +1,17 @@
+#!lua flags=allow-oom
 -- Remove what every group has acknowledged: all below the lowest of (oldest pending id | one past the last delivered).
--- KEYS: stream
 -- ARGV: group that must have read before anything may go
 -- Returns how many entries went.
-if redis.call('EXISTS', KEYS[1]) == 0 then
-  return 0
-end
 local function split(id)
   local ms, seq = string.match(id, '^(%d+)-(%d+)$')
   return tonumber(ms), tonumber(seq)
 end
 local low_ms, low_seq, required = nil, nil, false
-for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
-  local group = {}
-  for i = 1, #info, 2 do
-    group[info[i]] = info[i + 1]
-  end
+for _, group in ipairs(all_groups()) do
   required = required or group['name'] == ARGV[1]
   local ms, seq
   if group['pending'] > 0 then
-    ms, seq = split(redis.call('XPENDING', KEYS[1], group['name'])[2])
+    ms, seq = split(redis.call('XPENDING', STREAM, group['name'])[2])
   else
     ms, seq = split(group['last-delivered-id'])
     seq = seq + 1
@@ -30,4 +23,4 @@ end
 if not required then
   return 0
 end
-return redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-%.0f', low_ms, low_seq))
+return redis.call('XTRIM', STREAM, 'MINID', '=', string.format('%.0f-%.0f', low_ms, low_seq))

@@ -1,0 +1,73 @@
+-- What the stream's scripts share; scripts.load puts it between a script's first line and the rest.
+-- KEYS of each: stream, seen, ledger, open, open_ids, dead letters (schemas/keys.py).
+local STREAM, SEEN, LEDGER, OPEN, OPEN_IDS, DEAD = unpack(KEYS)
+
+local function count(field, by)
+  redis.call('HINCRBY', LEDGER, field, by)
+end
+
+-- An entry is stored that the learner's group has to settle.
+local function note_open(id, producer, seq)
+  local member = producer .. ' ' .. string.format('%020.0f', tonumber(seq))
+  if redis.call('ZADD', OPEN, 0, member) == 1 then
+    redis.call('HSET', OPEN_IDS, id, member)
+  end
+end
+
+-- The learner's group is done with an entry. (An empty fate is that of another group: it settles nothing for the learner.)
+local function note_fate(id, fate)
+  if fate == '' then
+    return
+  end
+  local member = redis.call('HGET', OPEN_IDS, id)
+  if member then
+    redis.call('HDEL', OPEN_IDS, id)
+    redis.call('ZREM', OPEN, member)
+  end
+  count(fate, 1)
+end
+
+-- A flat reply of names and values, as a table.
+local function named(flat)
+  local found = {}
+  for i = 1, #flat, 2 do
+    found[flat[i]] = flat[i + 1]
+  end
+  return found
+end
+
+local function all_groups()
+  local found = {}
+  if redis.call('EXISTS', STREAM) == 1 then
+    for i, info in ipairs(redis.call('XINFO', 'GROUPS', STREAM)) do
+      found[i] = named(info)
+    end
+  end
+  return found
+end
+
+-- Entries that a group (of all_groups) has not read.
+local function undelivered(group)
+  -- The server's lag is exact where it gives one (nobody deletes in mid-stream here); else count, a few at a time.
+  if type(group['lag']) == 'number' then
+    return group['lag']
+  end
+  local found, after = 0, group['last-delivered-id']
+  repeat
+    local page = redis.call('XRANGE', STREAM, '(' .. after, '+', 'COUNT', 16)
+    found = found + #page
+    after = page[1] and page[#page][1]
+  until #page == 0
+  return found
+end
+
+-- Entries that producers did not append, and those that a group made anew gets a second time. Less than none: the stream
+-- was deleted, and the ledger is to show it.
+local function foreign(counted)
+  local added = 0
+  if redis.call('EXISTS', STREAM) == 1 then
+    added = named(redis.call('XINFO', 'STREAM', STREAM))['entries-added']
+  end
+  local ours = (counted['produced'] or 0) + (counted['requeued'] or 0)
+  return math.max(0, added - ours) + (counted['again'] or 0)
+end
