@@ -27,13 +27,14 @@ Hub Redis (weights, permits, status):
     ab:{run}:wleases           hash     holder -> "E:V" it may still need
     ab:{run}:wleases_until     zset     holder -> expiry of that lease (Unix ms, the hub's clock)
     ab:{run}:pins              hash     "E:V" -> note
-    ab:{run}:permits           hash     next, limit, batch, max_age, total, epoch, version
+    ab:{run}:permits           hash     next, limit, batch, max_age, total, epoch, version, longest_lease (ms)
     ab:{run}:leases            zset     group index -> lease expiry (Unix ms)
     ab:{run}:holders           hash     group index -> producer whose lease it is
     ab:{run}:takes             hash     producer -> its last take, "nonce index ...": a repeated call gets the same
     ab:{run}:returned          zset     group index to hand out again, by index
-    ab:{run}:attempts          hash     group index -> times handed out beyond the first, until it arrives
-    ab:{run}:abandoned         set      group indices given up too often: they will never arrive
+    ab:{run}:attempts          hash     group index -> times handed out beyond the first, "INDEX:failed" -> times given up;
+                                        until it arrives
+    ab:{run}:abandoned         zset     group indices given up too often, by index: they will never arrive
     ab:{run}:eval:E:V          hash     shard index -> JSON result, or lease "expiry|producer"
     ab:{run}:eval              string   JSON {epoch, version, shards}: the evaluation wanted now
     ab:{run}:producers         hash     producer id -> JSON status (region, version served, tokens/s, ...)

@@ -1,10 +1,20 @@
 """Permits: the right to start a group, handed out so that age stays bounded while nothing idles.
 
-Invariant (capacity rule): with batch size B, age bound S, learner version v and a indices abandoned, no group index at or
-above min((S + v + 1)·B, total) + a has ever been handed out; every index below `next` is exactly one of accepted, leased,
-returned or abandoned, so a producer that dies costs its leases' time and no group. Held by tests/contract/test_permits.py.
+Invariant (capacity rule): with batch size B, age bound S and learner version v, no more than min((S + v + 1)·B, total) group
+indices that are not abandoned have ever been handed out, always the lowest ones; every index below `next` is exactly one of
+accepted, leased, returned or abandoned, so a producer that dies costs its leases' time and no group, and a learner that
+settles what arrives can complete every batch. Nothing kept grows with the groups of a run, but for the abandoned ones.
+Held by tests/contract/test_permits.py and tests/contract/test_permit_rules.py.
 
-A group index names a position in the run's prompt order: index g is trained in step g // B when nothing is late.
+A group index names a position in the run's prompt order: index g is trained in step (g − abandoned indices below g) // B
+when nothing is late.
+
+Abandoned is final: the index's place went to another one. Should it arrive nevertheless, whoever knows drops it as a
+duplicate. The learner tells the hub what it knows to be abandoned whenever it advances or resets, since a hub may forget its
+last second; for the same reason it repeats `advance` while it waits, and settles duplicates too.
+
+The hub's clock may step. Forward: leases end early, their groups are sampled twice and trained once. Backward: an expiry
+further away than twice the longest lease ever asked for counts as past, so that a step never keeps a group for longer.
 """
 
 from __future__ import annotations
@@ -27,8 +37,9 @@ class Permit:
 
 @dataclass(frozen=True, slots=True)
 class PermitState:
-    """`leased`: producer -> group indices on a lease that runs; `expired`: leases that ran out and wait to be handed out
-    again, as do the `returned`. All 0 and None before a learner has opened the run."""
+    """`limit`: first index that may not be handed out, what abandoned indices add included. `leased`: producer -> group
+    indices on a lease that runs; `expired`: leases that ran out and wait to be handed out again, as do the `returned`. All 0
+    and None before a learner has opened the run."""
 
     epoch: int | None
     version: int
@@ -52,10 +63,11 @@ class Permits(Protocol):
         """Extend leases still held by `producer`; returns those that are no longer its own."""
         ...
 
-    def give_up(self, producer: str, group_indices: Sequence[int], *, max_attempts: int) -> list[int]:
+    def give_up(self, producer: str, group_indices: Sequence[int], *, max_attempts: int | None) -> list[int]:
         """Producer: it could not finish these groups. Those it still has the lease of are handed out again at once, as a
-        further attempt; one that has failed `max_attempts` times is abandoned and makes room for another index. Returns the
-        abandoned ones. Harmless to repeat."""
+        further attempt; one that was given up `max_attempts` times is abandoned and makes room for another index. None: no
+        fault of the groups (a stop), not counted. Leases that ran out do not count either: a producer that died says
+        nothing about its groups. Returns the abandoned ones. Harmless to repeat."""
         ...
 
     def surrender(self, producer: str, *, keep: Collection[int] = ()) -> int:
@@ -70,27 +82,38 @@ class Permits(Protocol):
     def state(self) -> PermitState: ...
 
     def settle(self, group_indices: Sequence[int]) -> None:
-        """Learner: these groups have arrived; whoever held a lease on them no longer does."""
+        """Learner: these groups have arrived; whoever held a lease on them no longer does, and they are not handed out
+        again. Nothing is counted: harmless to repeat, and to say of an abandoned one."""
         ...
 
     def give_back(self, group_indices: Sequence[int]) -> None:
-        """Learner: these groups were dropped, hand them out again."""
+        """Learner: these groups were dropped, hand them out again (the abandoned ones not)."""
         ...
 
-    def advance(self, version: int, *, epoch: int | None = None) -> None:
+    def advance(self, version: int, *, epoch: int | None = None, abandoned: Collection[int] = ()) -> None:
         """Learner: version v of `epoch` (None: of the one that is open) is published; raises the limit to
-        min((S + v + 1)·B, total).
+        min((S + v + 1)·B, total), beside the abandoned. `abandoned`: those it has skipped; the hub forgets none of them.
+        Harmless to repeat.
 
         Raises:
-            TemporaryError: no epoch is open (the hub lost its data).
+            TemporaryError: no epoch is open, or an older one is (the hub lost its data); nothing is raised.
             ConfigError: a newer epoch is open; nothing is raised.
         """
         ...
 
     def reset(
-        self, *, epoch: int, version: int, batch: int, max_age: int, total: int, accepted: Collection[int]
+        self,
+        *,
+        epoch: int,
+        version: int,
+        batch: int,
+        max_age: int,
+        total: int,
+        accepted: Collection[int],
+        abandoned: Collection[int] = (),
     ) -> None:
         """Learner, at start: open the epoch at `version`. `accepted` are the indices trained before the checkpoint or
-        still waiting in a stream; every other index ever handed out and not leased now is returned (and waits while
+        still waiting in a stream (abandoned ones may be among them); `abandoned` those that it has skipped, beside which
+        the hub keeps the ones it knows. Every other index ever handed out and not leased now is returned (and waits while
         it is at or above the new limit). Atomic. Raises ConfigError when a newer epoch is open."""
         ...

@@ -1,7 +1,8 @@
 """`Permits` on the hub's Redis, with the hub's clock.
 
-Invariant: that of `permits.py`; each act is one Lua script (transport/lua/permits_*.lua). A `take` whose reply was
-lost is repeated with its nonce and gets the same permits, so no lease is left to run out for nothing.
+Invariant: that of `permits.py`; each act is one Lua script (transport/lua/permits_*.lua), which a server out of memory runs
+as a whole (those that free, or only move what is there) or not at all. A `take` whose reply was lost is repeated with its
+nonce and gets the same permits, so no lease is left to run out for nothing.
 Held by tests/contract/test_permits.py.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import redis
 
 from anabranch.schemas.keys import Keys
 from anabranch.transport import permit_rules, scripts
-from anabranch.transport.permits import Permit
+from anabranch.transport.permits import Permit, PermitState
 from anabranch.transport.redis_client import Guard
 
 
@@ -23,20 +25,20 @@ class RedisPermits:
 
     def __init__(self, client: redis.Redis, keys: Keys, *, what: str = "the hub") -> None:
         self._keys = keys
+        self._client = client
         self._guard = Guard(client, what)
-        self._take = scripts.load(client, "permits_take")
-        self._renew = scripts.load(client, "permits_renew")
-        self._release = scripts.load(client, "permits_release")
-        self._advance = scripts.load(client, "permits_advance")
-        self._reset = scripts.load(client, "permits_reset")
+        acts = ("take", "renew", "release", "give_up", "surrender", "advance", "reset", "state")
+        self._acts = {act: scripts.load(client, f"permits_{act}") for act in acts}
+
+    def _run(self, act: str, keys: Sequence[str], args: Sequence[object]) -> Any:
+        return self._guard.repeat(lambda: self._acts[act](keys=keys, args=args))
 
     def take(self, producer: str, *, max_groups: int, lease_ms: int) -> list[Permit]:
         if max_groups <= 0:
             return []
         k = self._keys
-        keys = [k.permits, k.leases, k.holders, k.returned, k.attempts, k.takes]
-        args = [producer, max_groups, lease_ms, secrets.token_hex(8)]
-        reply: list[int] = self._guard.repeat(lambda: self._take(keys=keys, args=args))
+        keys = [k.permits, k.leases, k.holders, k.returned, k.attempts, k.takes, k.abandoned]
+        reply: list[int] = self._run("take", keys, [producer, max_groups, lease_ms, secrets.token_hex(8)])
         if not reply:
             return []
         epoch, version, batch, max_age, *flat = map(int, reply)
@@ -44,17 +46,52 @@ class RedisPermits:
             Permit(
                 index,
                 attempt,
-                permit_rules.min_policy(index, epoch=epoch, version=version, batch=batch, max_age=max_age),
+                permit_rules.min_policy(
+                    index, epoch=epoch, version=version, batch=batch, max_age=max_age, skipped=skipped
+                ),
             )
-            for index, attempt in zip(flat[::2], flat[1::2], strict=True)
+            for index, attempt, skipped in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
         ]
 
     def renew(self, producer: str, group_indices: Sequence[int], *, lease_ms: int) -> list[int]:
         if not group_indices:
             return []
-        args = [producer, lease_ms, *group_indices]
-        lost = self._guard.repeat(lambda: self._renew(keys=[self._keys.leases, self._keys.holders], args=args))
-        return [int(index) for index in lost]
+        k = self._keys
+        return list(
+            map(int, self._run("renew", [k.permits, k.leases, k.holders], [producer, lease_ms, *group_indices]))
+        )
+
+    def give_up(self, producer: str, group_indices: Sequence[int], *, max_attempts: int | None) -> list[int]:
+        if not group_indices:
+            return []
+        k = self._keys
+        keys = [k.leases, k.holders, k.returned, k.attempts, k.abandoned]
+        return list(map(int, self._run("give_up", keys, [producer, max_attempts or 0, *group_indices])))
+
+    def surrender(self, producer: str, *, keep: Collection[int] = ()) -> int:
+        k = self._keys
+        return int(self._run("surrender", [k.leases, k.holders, k.returned, k.takes], [producer, *keep]))
+
+    def abandoned(self) -> set[int]:
+        return set(map(int, self._guard.repeat(lambda: self._client.zrange(self._keys.abandoned, 0, -1))))
+
+    def state(self) -> PermitState:
+        k = self._keys
+        reply = self._run("state", [k.permits, k.leases, k.holders, k.returned, k.abandoned], [])
+        epoch, version, next_index, limit, returned, expired, *leased = reply
+        abandoned = self.abandoned()
+        return PermitState(
+            epoch=int(epoch) if epoch else None,
+            version=version,
+            next_index=next_index,
+            limit=permit_rules.raised(limit, abandoned),
+            leased={
+                producer.decode(): count for producer, count in sorted(zip(leased[::2], leased[1::2], strict=True))
+            },
+            expired=expired,
+            returned=returned,
+            abandoned=len(abandoned),
+        )
 
     def settle(self, group_indices: Sequence[int]) -> None:
         self._end_leases("accepted", group_indices)
@@ -66,27 +103,32 @@ class RedisPermits:
         if not group_indices:
             return
         k = self._keys
-        keys = [k.permits, k.leases, k.holders, k.returned]
-        self._guard.repeat(lambda: self._release(keys=keys, args=[outcome, *group_indices]))
+        keys = [k.permits, k.leases, k.holders, k.returned, k.attempts, k.abandoned]
+        self._run("release", keys, [outcome, *group_indices])
 
-    def advance(self, version: int, *, epoch: int | None = None) -> None:
-        """Raises TemporaryError when no epoch is open (the hub lost its data), ConfigError when a newer one is."""
-        args = [version, "" if epoch is None else epoch]
-        open_epoch = int(self._guard.repeat(lambda: self._advance(keys=[self._keys.permits], args=args)))
-        if not open_epoch:
-            raise permit_rules.not_open(self._keys.run)
-        if epoch is not None and open_epoch > epoch:
-            raise permit_rules.taken_over(self._keys.run, epoch, open_epoch)
+    def advance(self, version: int, *, epoch: int | None = None, abandoned: Collection[int] = ()) -> None:
+        k = self._keys
+        keys = [k.permits, k.leases, k.holders, k.returned, k.attempts, k.abandoned]
+        open_epoch = int(self._run("advance", keys, [version, "" if epoch is None else epoch, *sorted(abandoned)]))
+        permit_rules.check_open(k.run, asked=epoch, open_epoch=open_epoch)
 
     def reset(
-        self, *, epoch: int, version: int, batch: int, max_age: int, total: int, accepted: Collection[int]
+        self,
+        *,
+        epoch: int,
+        version: int,
+        batch: int,
+        max_age: int,
+        total: int,
+        accepted: Collection[int],
+        abandoned: Collection[int] = (),
     ) -> None:
-        """Raises ConfigError when a newer epoch is open."""
         k = self._keys
-        keys = [k.permits, k.leases, k.holders, k.returned, k.takes]
+        keys = [k.permits, k.leases, k.holders, k.returned, k.takes, k.attempts, k.abandoned]
         limit = permit_rules.limit(version, batch=batch, max_age=max_age, total=total)
-        flat = [bound for pair in permit_rules.ranges(accepted) for bound in pair]
-        args = [epoch, version, batch, max_age, total, limit, *flat]
-        newer: bytes = self._guard.repeat(lambda: self._reset(keys=keys, args=args))
+        ranges = permit_rules.ranges(accepted)
+        flat = [bound for pair in ranges for bound in pair]
+        args = [epoch, version, batch, max_age, total, limit, len(ranges), *flat, *sorted(abandoned)]
+        newer: bytes = self._run("reset", keys, args)
         if newer:
-            raise permit_rules.taken_over(self._keys.run, epoch, int(newer))
+            raise permit_rules.taken_over(k.run, epoch, int(newer))

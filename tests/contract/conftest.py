@@ -10,9 +10,12 @@ import pytest
 
 from anabranch.schemas.keys import Keys
 from anabranch.transport.memory_blob_store import MemoryBlobStore
+from anabranch.transport.memory_permits import MemoryPermits
 from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
 from anabranch.transport.memory_weight_channel import MemoryWeightChannel, MemoryWeightStore
+from anabranch.transport.permits import Permits
 from anabranch.transport.redis_client import connect
+from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
 from anabranch.transport.stream import TrajectoryStream
@@ -62,6 +65,16 @@ def stream_maker(request: pytest.FixtureRequest, run_name: str) -> Callable[[], 
     client = request.getfixturevalue("client")
     number = itertools.count()
     return lambda: RedisStream(client, Keys(f"{run_name}.{next(number)}"))
+
+
+@pytest.fixture(params=["memory", "redis"])
+def make(request: pytest.FixtureRequest, run_name: str) -> Callable[[], Permits]:
+    """Fresh permits at every call."""
+    if request.param == "memory":
+        return MemoryPermits
+    client = request.getfixturevalue("client")
+    number = itertools.count()
+    return lambda: RedisPermits(client, Keys(f"{run_name}.{next(number)}"))
 
 
 @pytest.fixture(params=["memory", "memory, chunks outside", "redis", "redis, chunks outside"])

@@ -1,47 +1,16 @@
-"""What permits promise (transport/permits.py), for every implementation."""
+"""What permits promise (transport/permits.py), for every implementation: bound, leases, epochs."""
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from anabranch.schemas.errors import ConfigError, TemporaryError
-from anabranch.schemas.keys import Keys
 from anabranch.schemas.versions import PolicyVersion
-from anabranch.transport.memory_permits import MemoryPermits
-from anabranch.transport.permits import Permit, Permits
+from anabranch.transport.permits import Permit
 from anabranch.transport.redis_permits import RedisPermits
-
-LONG_MS = 600_000
-
-
-@pytest.fixture(params=["memory", "redis"])
-def make(request: pytest.FixtureRequest, run_name: str) -> Callable[[], Permits]:
-    """Fresh permits at every call."""
-    if request.param == "memory":
-        return MemoryPermits
-    client = request.getfixturevalue("client")
-    number = itertools.count()
-    return lambda: RedisPermits(client, Keys(f"{run_name}.{next(number)}"))
-
-
-def opened(make: Callable[[], Permits], **settings: int) -> Permits:
-    permits = make()
-    reset(permits, **settings)
-    return permits
-
-
-def reset(permits: Permits, *, accepted=(), **settings: int) -> None:
-    permits.reset(**{"epoch": 1, "version": 0, "batch": 4, "max_age": 1, "total": 100, **settings}, accepted=accepted)
-
-
-def take(permits: Permits, n: int, producer: str = "p", lease_ms: int = LONG_MS) -> list[int]:
-    return [p.group_index for p in permits.take(producer, max_groups=n, lease_ms=lease_ms)]
+from tests.contract.permit_worlds import LONG_MS, opened, reset, take
 
 
 def test_nothing_is_handed_out_before_a_learner_opens_the_run(make):
@@ -132,9 +101,13 @@ def test_a_dropped_group_is_handed_out_again_before_new_ones(make):
     permits.give_back([99])  # never handed out: ignored
     got = permits.take("q", max_groups=3, lease_ms=LONG_MS)
     assert [(p.group_index, p.attempt) for p in got] == [(1, 1), (4, 1), (6, 0)]
-    permits.settle([1])
     permits.give_back([1])
     assert [(p.group_index, p.attempt) for p in permits.take("q", max_groups=1, lease_ms=LONG_MS)] == [(1, 2)]
+    permits.settle([1])
+    permits.give_back([1])
+    assert [(p.group_index, p.attempt) for p in permits.take("q", max_groups=1, lease_ms=LONG_MS)] == [(1, 1)], (
+        "attempts are counted until one arrives"
+    )
 
 
 def test_a_late_arrival_takes_its_index_back_from_the_returned(make):
@@ -182,78 +155,9 @@ def test_a_stale_learner_cannot_open_an_older_epoch(make):
 def test_a_repeated_take_gets_the_same_permits(client, keys):
     permits = RedisPermits(client, keys)
     reset(permits)
-    names = [keys.permits, keys.leases, keys.holders, keys.returned, keys.attempts, keys.takes]
-    call = lambda nonce: permits._take(keys=names, args=["p", 3, LONG_MS, nonce])  # noqa: E731
-    assert call("a") == call("a") == [1, 0, 4, 1, 0, 0, 1, 0, 2, 0]
-    assert call("b")[4::2] == [3, 4, 5]
+    names = [keys.permits, keys.leases, keys.holders, keys.returned, keys.attempts, keys.takes, keys.abandoned]
+    call = lambda nonce: permits._acts["take"](keys=names, args=["p", 3, LONG_MS, nonce])  # noqa: E731
+    assert call("a") == call("a") == [1, 0, 4, 1, 0, 0, 0, 1, 0, 0, 2, 0, 0]
+    assert call("b")[4::3] == [3, 4, 5]
     permits.settle([3])
-    assert call("b")[4::2] == [4, 5]
-
-
-INDEX = st.integers(0, 25)
-ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("take"), st.sampled_from("pqr"), st.integers(1, 5)),
-        st.tuples(st.just("take and die"), st.sampled_from("pqr"), st.integers(1, 5)),
-        st.tuples(st.just("renew"), st.sampled_from("pqr"), st.lists(INDEX, max_size=4)),
-        st.tuples(st.just("settle"), st.just(""), st.lists(INDEX, max_size=4)),
-        st.tuples(st.just("give_back"), st.just(""), st.lists(INDEX, max_size=4)),
-        st.tuples(st.just("advance"), st.just(""), st.integers(0, 6)),
-        st.tuples(st.just("reset"), st.integers(0, 4), st.sets(INDEX, max_size=10)),
-    ),
-    max_size=30,
-)
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(actions=ACTIONS, batch=st.integers(1, 4), max_age=st.integers(0, 3), total=st.integers(1, 24))
-def test_capacity_and_conservation_under_any_interleaving(make, actions, batch, max_age, total):
-    """A model beside the permits: nothing beyond the bound, no index with two holders, none forgotten."""
-    permits = make()
-    epoch, version = 1, 0
-    reset(permits, epoch=epoch, version=0, batch=batch, max_age=max_age, total=total)
-    limit = min((max_age + 1) * batch, total)
-    next_new = 0
-    held: dict[int, str] = {}
-    expired: set[int] = set()
-    returned: set[int] = set()
-    for kind, a, b in actions:
-        if kind in ("take", "take and die"):
-            free = sorted(i for i in returned | expired if i < limit)
-            expected = (free + list(range(next_new, max(next_new, limit))))[:b]
-            got = take(permits, b, a, lease_ms=1 if kind == "take and die" else LONG_MS)
-            assert got == expected
-            assert all(i < min((max_age + version + 1) * batch, total) for i in got)
-            next_new = max([next_new, *(i + 1 for i in got)])
-            returned -= set(got)
-            expired -= set(got)
-            held |= dict.fromkeys(got, a)
-            if kind == "take and die":
-                time.sleep(0.003)
-                expired |= set(got)
-        elif kind == "renew":
-            mine = [i for i in b if held.get(i) == a]
-            assert permits.renew(a, b, lease_ms=LONG_MS) == [i for i in b if i not in mine]
-            expired -= set(mine)
-        elif kind in ("settle", "give_back"):
-            getattr(permits, kind)(b)
-            for i in b:
-                held.pop(i, None)
-                expired.discard(i)
-                returned.discard(i)
-                if kind == "give_back" and i < next_new:
-                    returned.add(i)
-        elif kind == "advance":
-            version = max(version, b)
-            permits.advance(b)
-            limit = max(limit, min((max_age + version + 1) * batch, total))
-        else:
-            epoch, version = epoch + 1, a
-            reset(permits, epoch=epoch, version=version, batch=batch, max_age=max_age, total=total, accepted=b)
-            limit = min((max_age + version + 1) * batch, total)
-            next_new = max([next_new, *(i + 1 for i in b)])
-            held = {i: p for i, p in held.items() if i not in b}
-            expired -= b
-            returned = set(range(next_new)) - b - held.keys()
+    assert call("b")[4::3] == [4, 5]
