@@ -1,14 +1,12 @@
 """`anabranch produce`: wires one producer together and runs it.
 
-Invariant: the process ends with an exit code a supervisor understands; whatever ends it, its threads are stopped and
-its shared memory is gone (it has no name in any file system). A producer is ready (READY=1) when it serves a verified
-version.
+Invariant: the process ends with an exit code a supervisor understands; whatever ends it, its threads are stopped,
+its shared memory is gone (it has no name in any file system) and its spool is free for the next process. A producer is
+ready (READY=1) when it serves a verified version.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from anabranch.producers.lease_keeper import LeaseKeeper
 from anabranch.producers.node_mirror import open_node_mirror
 from anabranch.producers.outbox import Outbox
 from anabranch.producers.rollout import RolloutLoop
+from anabranch.producers.spool_slots import SpoolSlots
 from anabranch.producers.weight_follower import WeightFollower
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import ConfigError, UsageError
@@ -90,7 +89,6 @@ def produce(config: RunConfig, region: str) -> int:
     """Run one producer of `region` until the run is finished or a signal comes; returns the exit code."""
     if region not in config.regions:
         raise UsageError(f"--region {region}: the configuration has {', '.join(sorted(config.regions))}")
-    producer = f"{region}-{os.getpid()}-{secrets.token_hex(3)}"
     setup_logging("producer", region=region)
     log = structlog.get_logger()
     stop = StopSignal().install()
@@ -98,6 +96,19 @@ def produce(config: RunConfig, region: str) -> int:
     def main() -> int:
         stream = connect_region(config, region)
         hub, weights, leases_hub = connect_hub(config), connect_weights(config, region), connect_hub(config)
+        outbox = Outbox(
+            stream,
+            SpoolSlots(config.spool_directory, region, config.spool),
+            config.spool,
+            region=region,
+            max_entry_bytes=config.stream.max_entry_bytes,
+            groups_in_flight=config.producer.groups_in_flight,
+        )
+        producer = outbox.producer
+        # What an earlier process of this name was sampling is handed out again at once; what it finished is in the spool.
+        surrendered = hub.permits.surrender(producer, keep=outbox.waiting())
+        outbox.start()
+        log.info("producer begins", producer=producer, groups_spooled=len(outbox), groups_surrendered=surrendered)
         prompts = TaskPrompts(Task(config.task, config.run.seed), load_tokenizer(config.model.path), config)
         started = time.monotonic()
         engine = RolloutEngine(config.model.path, config.producer, config.sampling, seed=config.run.seed)
@@ -119,7 +130,6 @@ def produce(config: RunConfig, region: str) -> int:
             verify=Verifier(config.channel.trusted_keys).check,
             leases=leases,
         )
-        outbox = Outbox(stream, producer, region=region, deadline_s=config.spool.full_deadline_s)
         link = HubLink(
             hub.permits,
             hub.runs,
@@ -136,6 +146,7 @@ def produce(config: RunConfig, region: str) -> int:
         try:
             reason = loop.run(stop.is_set, heartbeat=_Heartbeat(engine))
         finally:
+            outbox.close()
             link.close()
             follower.close()
             leases.close()
