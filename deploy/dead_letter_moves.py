@@ -13,11 +13,13 @@ from anabranch.deploy.dead_letter_show import verdicts
 from anabranch.deploy.dead_letters import Row, check_id, each, row_of
 from anabranch.deploy.plain_text import plain, time_of_id
 from anabranch.schemas.errors import UsageError
+from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.trajectory import decode_group
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.dead_letters import DeadLetter, DeadLetters
 
 TO_LEARNER = "the learner reads it"
+EMPTY = "stays here: nothing of the entry was left when it was set aside; drop it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,21 @@ class Knowledge:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """One letter to be moved, and what will happen to it if it is put back."""
+    """One letter to be moved, and what will happen to it if it is put back ("" if nobody asked)."""
 
     row: Row
-    outlook: str
+    outlook: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     chosen: Sequence[Chosen]
     missing: Sequence[str]  # ids that name no letter
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those that can be moved."""
+        return [one.row for one in self.chosen if one.outlook != EMPTY]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,16 @@ class Moved:
 
 
 def outlook(letter: DeadLetter, known: Knowledge) -> str:
-    """What readers would do with it, as far as it can be said beforehand."""
+    """What readers would do with it (all of it, from `get`), as far as it can be said beforehand."""
+    if not letter.fields:
+        return EMPTY
+    said = _outlook(letter, known)
+    return (
+        said if letter.group == LEARNER_GROUP else f"{said}; a foreign entry, since {plain(letter.group)} set it aside"
+    )
+
+
+def _outlook(letter: DeadLetter, known: Knowledge) -> str:
     envelope, group = verdicts(letter.fields, run=known.run, max_entry_bytes=known.max_entry_bytes)
     if envelope or group:
         return f"set aside again: {plain(envelope or group)}"
@@ -72,15 +88,16 @@ def outlook(letter: DeadLetter, known: Knowledge) -> str:
     return TO_LEARNER if known.trained is not None else f"{TO_LEARNER}; dropped:duplicate if its index has been trained"
 
 
-def choose_named(regions: Mapping[str, DeadLetters], ids: Sequence[str], known: Knowledge) -> Choice:
-    """Raises UsageError: an id that has not the form of one, or is a letter of several regions."""
+def choose_named(regions: Mapping[str, DeadLetters], ids: Sequence[str], known: Knowledge | None = None) -> Choice:
+    """Without `known` nobody asks what would happen. Raises UsageError: an id that has not the form of one, or is a letter
+    of several regions."""
     chosen, missing = [], []
     for letter_id in dict.fromkeys(map(check_id, ids)):
         found = find(regions, letter_id)
         if found is None:
             missing.append(letter_id)
         else:
-            chosen.append(Chosen(row_of(*found), outlook(found[1], known)))
+            chosen.append(Chosen(row_of(*found), "" if known is None else outlook(found[1], known)))
     return Choice(chosen, missing)
 
 
@@ -92,16 +109,16 @@ def find(regions: Mapping[str, DeadLetters], letter_id: str) -> tuple[str, DeadL
     return found[0] if found else None
 
 
-def choose_all(regions: Mapping[str, DeadLetters], cause: str, known: Knowledge) -> Choice:
-    """All whose cause contains `cause`, in any case."""
-    return Choice(
-        [
-            Chosen(row_of(region, letter), outlook(letter, known))
-            for region, letters in regions.items()
-            for letter in each(letters, cause)
-        ],
-        [],
-    )
+def choose_all(regions: Mapping[str, DeadLetters], cause: str, known: Knowledge | None = None) -> Choice:
+    """All whose cause contains `cause`, in any case. With `known` each is read whole, one at a time."""
+    chosen = []
+    for region, letters in regions.items():
+        for listed in each(letters, cause):
+            if known is None:
+                chosen.append(Chosen(row_of(region, listed)))
+            elif (letter := letters.get(listed.letter_id)) is not None:
+                chosen.append(Chosen(row_of(region, letter), outlook(letter, known)))
+    return Choice(chosen, [])
 
 
 def requeue(

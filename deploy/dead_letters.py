@@ -1,7 +1,7 @@
 """`anabranch dead-letter ls`: what could not be read, per region, with its cause.
 
-Invariant: listing holds a bounded part of the payloads at a time, whatever their sizes, and changes nothing. What an entry
-says of itself is unverified, and shown as such text is (deploy/plain_text.py). Held by tests/unit/deploy/test_dead_letters.py.
+Invariant: listing reads no payloads, whatever their sizes, and changes nothing. What an entry says of itself is unverified,
+and shown as such text is (deploy/plain_text.py). Held by tests/unit/deploy/test_dead_letters.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from anabranch.deploy.plain_text import plain, time_of_id
 from anabranch.schemas.errors import UsageError
 from anabranch.transport.dead_letters import DeadLetter, DeadLetters
 
-PAGE_BYTES = 32 * 2**20
-_FIRST_PAGE, _LARGEST_PAGE = 8, 1000
+PAGE = 1000
 _OWN_TEXT = 40  # characters shown of what an entry says of itself
-_LETTER_ID = re.compile(r"\d{1,20}-\d{1,20}")
+_LETTER_ID = re.compile(r"[0-9]{1,18}-[0-9]{1,18}")
 _WITH_DIGITS = re.compile(r"[\w./'-]*\d[\w./'-]*")
 
 
@@ -56,18 +55,17 @@ def row_of(region: str, letter: DeadLetter) -> Row:
         letter.group,
         plain(letter.fields.get(b"group", b"-"), _OWN_TEXT),
         plain(letter.fields.get(b"producer", b"-"), _OWN_TEXT),
-        sum(map(len, letter.fields.values())),
+        letter.bytes,
     )
 
 
 def each(letters: DeadLetters, cause: str = "") -> Iterator[DeadLetter]:
-    """Oldest first, those there when it began; of them the ones whose cause contains `cause`, in any case."""
-    after, page = "0-0", _FIRST_PAGE
+    """Oldest first, those there when it began, with the beginnings of their values; of them the ones whose cause contains
+    `cause`, in any case."""
+    after = "0-0"
     left = letters.count()  # those that are set aside meanwhile are left alone
-    while left > 0 and (found := letters.list(after_id=after, max_letters=min(page, left))):
+    while left > 0 and (found := letters.list(after_id=after, max_letters=min(PAGE, left))):
         after, left = found[-1].letter_id, left - len(found)
-        mean = sum(len(value) for letter in found for value in letter.fields.values()) // len(found)
-        page = max(1, min(_LARGEST_PAGE, PAGE_BYTES // max(1, mean)))
         yield from (letter for letter in found if cause.casefold() in letter.cause.casefold())
 
 
@@ -83,7 +81,7 @@ def kind_of(cause: str) -> str:
 
 def check_id(letter_id: str) -> str:
     """Raises UsageError: it has not the form of one."""
-    if _LETTER_ID.fullmatch(letter_id) is None or max(map(int, letter_id.split("-"))) >= 2**64:
+    if _LETTER_ID.fullmatch(letter_id) is None:
         raise UsageError(f"{plain(letter_id, 60)!r} names no letter: give ids as `anabranch dead-letter ls` shows them")
     return letter_id
 
@@ -112,7 +110,7 @@ def render(listings: Mapping[str, Listing]) -> str:
     for region, listing in listings.items():
         asked = "" if listing.count == len(listing.rows) else f", {len(listing.rows):,} shown"
         room = f"; {listing.made_room:,} older ones were discarded to make room" if listing.made_room else ""
-        lines.append(f"{region}: {listing.count:,} dead letters{asked}{room}")
+        lines.append(f"{region}: {listing.count:,} dead letter{'' if listing.count == 1 else 's'}{asked}{room}")
     return "\n".join(lines)
 
 

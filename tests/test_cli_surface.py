@@ -20,7 +20,15 @@ from anabranch.schemas.config import RunConfig
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 # commands that need no more than --config and --set
-CONFIGURED = ("learn", "record", "config", "ledger", "weights log", "weights verify", "weights followers", "weights gc")
+CONFIGURED = (
+    "learn", "record", "config", "ledger", "weights log", "weights verify", "weights followers", "weights gc", "stream ls",
+    "dead-letter ls", "permits",
+)  # fmt: skip
+KINDS = {
+    "weights": ("log", "show", "verify", "path", "followers", "pin", "unpin", "rollback", "gc", "keygen"),
+    "dead-letter": ("ls", "show", "requeue", "drop"),
+    "stream": ("ls", "forget-group", "forget-producer"),
+}
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -148,6 +156,7 @@ def test_an_unknown_region_is_2_and_the_known_ones_are_told(capsys) -> None:
     [
         [], ["bogus"], ["config", "--bogus"], ["produce"], ["config", "extra"], ["weights", "bogus"], ["weights", "show"],
         ["weights", "path", "nothing"], ["weights", "log", "--last", "0"], ["weights", "verify", "--producers", "--to", "3"],
+        ["dead-letter", "show"], ["dead-letter", "drop"], ["dead-letter", "requeue", "1-0", "--all"], ["stream", "forget-group"],
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_is_2(argv: list[str], capsys) -> None:
@@ -157,19 +166,21 @@ def test_a_wrong_command_line_is_2(argv: list[str], capsys) -> None:
     assert "usage: anabranch" in capsys.readouterr().err
 
 
-def test_weights_alone_shows_its_kinds_and_is_2(capsys) -> None:
-    assert main(["weights"]) == 2
+@pytest.mark.parametrize("name", KINDS)
+def test_alone_it_shows_its_kinds_and_is_2(name: str, capsys) -> None:
+    assert main([name]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    for kind in ("log", "show", "verify", "path", "followers", "pin", "unpin", "rollback", "gc", "keygen"):
+    assert tuple(sub_parsers(commands()[name])) == KINDS[name]
+    for kind in KINDS[name]:
         assert f"\n    {kind}" in captured.err
 
 
-@pytest.mark.parametrize("kind", sorted(sub_parsers(commands()["weights"])))
-def test_every_kind_of_weights_has_examples(kind: str, capsys) -> None:
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds])
+def test_every_kind_has_examples(name: str, kind: str, capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["weights", kind, "--help"])
-    assert f"\nexamples:\n  anabranch weights {kind}" in capsys.readouterr().out
+        main([name, kind, "--help"])
+    assert f"\nexamples:\n  anabranch {name} {kind}" in capsys.readouterr().out
 
 
 def test_an_unreachable_redis_is_75_with_its_address_and_without_its_password() -> None:

@@ -27,7 +27,11 @@ NO_SUCH_LETTER = 1
 def _connect(args: argparse.Namespace, config: RunConfig) -> Asked[DeadLetters]:
     """Those that answer. Raises StreamUnavailableError when none does."""
     patient = impatient(config)
-    asked = ask_regions(regions_of(config, args.region), lambda region: wiring.connect_dead_letters(patient, region))
+
+    def connect(region: str) -> DeadLetters:
+        return wiring.connect_dead_letters(patient, region)
+
+    asked = ask_regions(regions_of(config, args.region), connect)
     if not asked.answers:
         asked.end()
     return asked
@@ -39,6 +43,7 @@ def _warn(what: str) -> None:
 
 def _missing(ids: Sequence[str], args: argparse.Namespace, asked: Asked[DeadLetters]) -> int:
     """Raises what kept regions from answering: the letters may be there."""
+    _close(asked)
     asked.end()
     if not ids:
         return 0
@@ -52,6 +57,7 @@ def _ls(args: argparse.Namespace, config: RunConfig) -> int:
         list(asked.answers), lambda region: dead_letters.list_region(region, asked.answers[region], args.cause)
     )
     print(dead_letters.as_json(listed.answers) if args.json else dead_letters.render(listed.answers))
+    _close(asked)
     asked.end()
     listed.end()
     return 0
@@ -71,7 +77,14 @@ def _show(args: argparse.Namespace, config: RunConfig) -> int:
     return 0
 
 
-def _choose(args: argparse.Namespace, regions: Mapping[str, DeadLetters], known: moves.Knowledge) -> moves.Choice:
+def _close(asked: Asked[DeadLetters]) -> None:
+    for letters in asked.answers.values():
+        letters.close()
+
+
+def _choose(
+    args: argparse.Namespace, regions: Mapping[str, DeadLetters], known: moves.Knowledge | None = None
+) -> moves.Choice:
     return (
         moves.choose_all(regions, args.cause, known) if args.all else moves.choose_named(regions, args.letters, known)
     )
@@ -85,7 +98,7 @@ def _requeue(args: argparse.Namespace, config: RunConfig) -> int:
 
 def _drop(args: argparse.Namespace, config: RunConfig) -> int:
     asked = _connect(args, config)
-    choice = _choose(args, asked.answers, moves.Knowledge(config.run.name, config.stream.max_entry_bytes, 0))
+    choice = _choose(args, asked.answers)
     return _do(args, asked, choice, moves.drop, "discarded")
 
 
@@ -96,8 +109,8 @@ def _do(
     move: Callable[[Mapping[str, DeadLetters], Sequence[Row], Callable[[int], None]], moves.Moved],
     done: str,
 ) -> int:
-    rows = [one.row for one in choice.chosen]
-    if rows:
+    rows = choice.rows
+    if choice.chosen:
         print(moves.preview(choice, outlooks=move is moves.requeue), flush=True)
     if args.dry_run or not rows:
         print(f"{len(rows):,} would be {done}" if args.dry_run else f"0 {done}")
