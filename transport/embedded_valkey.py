@@ -64,6 +64,7 @@ class EmbeddedValkey:
         password: None makes a random one.
         maxmemory_bytes: 0 is no limit. At the limit writes are refused (back-pressure), nothing is evicted.
         fsync: "always" or "everysec".
+        program: of the server; default `server_binary()`.
 
     Start it from a thread that lives as long as the server should: see `runtime.die_with_parent`.
     """
@@ -77,6 +78,7 @@ class EmbeddedValkey:
         maxmemory_bytes: int = 0,
         fsync: str = "always",
         deadline_s: float = 20.0,
+        program: Path | None = None,
     ) -> None:
         self.directory = Path(directory).resolve()
         self.password = password if password is not None else secrets.token_urlsafe(24)
@@ -85,6 +87,7 @@ class EmbeddedValkey:
         self._maxmemory_bytes = maxmemory_bytes
         self._fsync = fsync
         self._deadline_s = deadline_s
+        self._program = program
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -117,7 +120,7 @@ class EmbeddedValkey:
         if self.running:
             return self
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        binary = server_binary()
+        binary = self._program or server_binary()
         for attempt in range(_PORT_ATTEMPTS):
             port = self._port if self._port is not None else _free_port()
             self._launch(binary, port)
@@ -164,7 +167,7 @@ class EmbeddedValkey:
         if self._port is None:
             self._port = _free_port()
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return [str(server_binary()), str(self._write_config(self._port))]
+        return [str(self._program or server_binary()), str(self._write_config(self._port))]
 
     def _write_config(self, port: int) -> Path:
         config = self.directory / "valkey.conf"

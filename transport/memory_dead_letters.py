@@ -18,8 +18,9 @@ class MemoryDeadLetters:
         self._store = store
 
     def list(self, *, after_id: str = "0-0", max_letters: int = 100) -> list[DeadLetter]:
+        after = parse_id(after_id)
         with self._store.changed:
-            letters = [(i, x) for i, x in self._store.books.letters.items() if i > parse_id(after_id)]
+            letters = [(i, x) for i, x in self._store.books.letters.items() if i > after]
             return [_shown(text_of(i), x, LISTED_BYTES) for i, x in letters[: max(0, max_letters)]]
 
     def count(self) -> int:

@@ -1,84 +1,91 @@
-"""One suite, two implementations: a test that asks for `backend` runs over memory and over a real Valkey."""
+"""One suite, several implementations: a test that asks for `backend` runs over memory, over a real Valkey and over the
+Redis 7.0 of Debian (where there is one: see tests/servers.py)."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
+import redis
 
 from anabranch.schemas.keys import Keys
+from anabranch.transport.embedded_valkey import EmbeddedValkey
 from anabranch.transport.memory_blob_store import MemoryBlobStore
 from anabranch.transport.memory_permits import MemoryPermits
-from anabranch.transport.memory_stream import MemoryStream, MemoryStreamStore
 from anabranch.transport.memory_weight_channel import MemoryWeightChannel, MemoryWeightStore
 from anabranch.transport.permits import Permits
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_permits import RedisPermits
-from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
-from anabranch.transport.stream import TrajectoryStream
+from tests import servers
+from tests.contract.backends import BACKENDS, Backend, memory_backend, redis_backend
 from tests.contract.s3_server import S3Server, s3_server
 from tests.contract.weight_worlds import World
 
 
-@dataclass
-class Backend:
-    """`stream()` opens another handle on the same stream, as another process would."""
-
-    name: str
-    stream: Callable[[], TrajectoryStream]
-    put_raw: Callable[[dict[bytes, bytes]], str]
-    dead_letters: Callable[[], list[dict[bytes, bytes]]]
+@pytest.fixture(scope="session")
+def debian_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    """As `valkey`."""
+    folder = tmp_path_factory.mktemp("redis 7")
+    with EmbeddedValkey(folder / "data", fsync="everysec", program=servers.debian_redis(folder)) as server:
+        yield server
 
 
-@pytest.fixture(params=["memory", "redis"])
-def backend(request: pytest.FixtureRequest, keys: Keys) -> Iterator[Backend]:
-    if request.param == "memory":
-        store = MemoryStreamStore()
-        yield Backend("memory", lambda: MemoryStream(store), store.add, lambda: store.dead_letters)
-        return
-    valkey = request.getfixturevalue("valkey")
-    opened: list[RedisStream] = []
+@pytest.fixture
+def server_named(request: pytest.FixtureRequest) -> Callable[[str], EmbeddedValkey]:
+    """The running server of one of SERVERS, started when it is first asked for."""
+    return lambda name: request.getfixturevalue({"valkey": "valkey", "redis 7.0": "debian_redis"}[name])
 
-    def stream() -> RedisStream:
-        opened.append(RedisStream(connect(valkey.url, deadline_s=10, what="the test Valkey"), keys))
+
+@pytest.fixture
+def client_of(server_named: Callable[[str], EmbeddedValkey]) -> Iterator[Callable[[str], redis.Redis]]:
+    """Another client of one of SERVERS at every call."""
+    opened: list[redis.Redis] = []
+
+    def open_one(name: str) -> redis.Redis:
+        opened.append(connect(server_named(name).url, deadline_s=10, what=f"the test {name}"))
         return opened[-1]
 
-    client = request.getfixturevalue("client")
-    yield Backend(
-        "redis",
-        stream,
-        lambda fields: client.xadd(keys.trajectories, fields).decode(),
-        lambda: [fields for _, fields in client.xrange(keys.dead_letters)],
-    )
-    for handle in opened:
-        handle.close()
+    yield open_one
+    for client in opened:
+        client.close()
 
 
-@pytest.fixture(params=["memory", "redis"])
-def stream_maker(request: pytest.FixtureRequest, run_name: str) -> Callable[[], TrajectoryStream]:
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, keys: Keys, client_of: Callable[[str], redis.Redis]) -> Iterator[Backend]:
+    if request.param == "memory":
+        yield memory_backend()
+        return
+    made = redis_backend(request.param, lambda: client_of(request.param), keys)
+    yield made
+    made.set_full(False)
+
+
+@pytest.fixture(params=BACKENDS)
+def stream_maker(
+    request: pytest.FixtureRequest, run_name: str, client_of: Callable[[str], redis.Redis]
+) -> Callable[[], Backend]:
     """A fresh, empty stream at every call, for property tests."""
     if request.param == "memory":
-        return lambda: MemoryStream(MemoryStreamStore())
-    client = request.getfixturevalue("client")
-    number = itertools.count()
-    return lambda: RedisStream(client, Keys(f"{run_name}.{next(number)}"))
+        return memory_backend
+    client, number = client_of(request.param), itertools.count()
+    return lambda: redis_backend(request.param, lambda: client, Keys(f"{run_name}.{next(number)}"))
 
 
-@pytest.fixture(params=["memory", "redis"])
-def make(request: pytest.FixtureRequest, run_name: str) -> Callable[[], Permits]:
+@pytest.fixture(params=BACKENDS)
+def make(
+    request: pytest.FixtureRequest, run_name: str, client_of: Callable[[str], redis.Redis]
+) -> Callable[[], Permits]:
     """Fresh permits at every call."""
     if request.param == "memory":
         return MemoryPermits
-    client = request.getfixturevalue("client")
-    number = itertools.count()
+    client, number = client_of(request.param), itertools.count()
     return lambda: RedisPermits(client, Keys(f"{run_name}.{next(number)}"))
 
 
-@pytest.fixture(params=["memory", "memory, chunks outside", "redis", "redis, chunks outside"])
-def world(request: pytest.FixtureRequest, keys: Keys) -> Iterator[World]:
+@pytest.fixture(params=[f"{name}{chunks}" for name in BACKENDS for chunks in ("", ", chunks outside")])
+def world(request: pytest.FixtureRequest, keys: Keys, client_of: Callable[[str], redis.Redis]) -> Iterator[World]:
     """A fresh, empty weight channel."""
     kind, _, outside = request.param.partition(", ")
     chunks = MemoryBlobStore()
@@ -92,13 +99,10 @@ def world(request: pytest.FixtureRequest, keys: Keys) -> Iterator[World]:
 
         yield World(keys.run, bool(outside), open_one, held.chunks.__setitem__, lambda: set(held.chunks))
         return
-    valkey, client = request.getfixturevalue("valkey"), request.getfixturevalue("client")
-    opened: list[RedisWeightChannel] = []
+    client = client_of(kind)
 
     def open_client(**more: int) -> RedisWeightChannel:
-        there = connect(valkey.url, deadline_s=10, what="the test hub")
-        opened.append(RedisWeightChannel(there, keys, blobs=blobs, **more))
-        return opened[-1]
+        return RedisWeightChannel(client_of(kind), keys, blobs=blobs, **more)
 
     prefix = keys.blob("")
     yield World(
@@ -112,8 +116,6 @@ def world(request: pytest.FixtureRequest, keys: Keys) -> Iterator[World]:
             else {key.decode().removeprefix(prefix) for key in client.scan_iter(f"{prefix}*", count=1000)}
         ),
     )
-    for channel in opened:
-        channel.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,23 +12,24 @@ from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.boards import EvaluationBoard, RunBoard
 from anabranch.transport.memory_boards import MemoryEvaluationBoard, MemoryRunBoard
 from anabranch.transport.redis_boards import RedisEvaluationBoard, RedisRunBoard
+from tests.contract.backends import BACKENDS
 
 POLICY = PolicyVersion(2, 40)
 LONG_MS = 600_000
 
 
-@pytest.fixture(params=["memory", "redis"])
-def run_board(request: pytest.FixtureRequest, keys: Keys) -> RunBoard:
+@pytest.fixture(params=BACKENDS)
+def run_board(request: pytest.FixtureRequest, keys: Keys, client_of) -> RunBoard:
     if request.param == "memory":
         return MemoryRunBoard()
-    return RedisRunBoard(request.getfixturevalue("client"), keys)
+    return RedisRunBoard(client_of(request.param), keys)
 
 
-@pytest.fixture(params=["memory", "redis"])
-def evaluations(request: pytest.FixtureRequest, keys: Keys) -> EvaluationBoard:
+@pytest.fixture(params=BACKENDS)
+def evaluations(request: pytest.FixtureRequest, keys: Keys, client_of) -> EvaluationBoard:
     if request.param == "memory":
         return MemoryEvaluationBoard()
-    return RedisEvaluationBoard(request.getfixturevalue("client"), keys)
+    return RedisEvaluationBoard(client_of(request.param), keys)
 
 
 def producer(region: str = "eu", **more) -> ProducerStatus:

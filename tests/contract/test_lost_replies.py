@@ -14,6 +14,7 @@ from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
 from tests.contract.flaky_link import FlakyLink
+from tests.streams import put
 
 GROUP = "learner"
 
@@ -43,25 +44,24 @@ def seqs(deliveries) -> list[int]:
 
 def test_an_append_whose_answer_is_lost_is_stored_once(client, far, link, keys: Keys):
     stream, near = RedisStream(far, keys), RedisStream(client, keys)
-    stream.append(entry(0))
+    put(stream, entry(0))
     link.lose_replies(b"EVALSHA")
     with pytest.raises(StreamUnavailableError, match=r":\*\*\*@127\.0\.0\.1"):
-        stream.append(entry(1))
-    assert not stream.append(entry(1)), "it had been stored"
-    assert seqs(near.read(GROUP, "c", max_entries=9, block_ms=0)) == [0, 1]
-    assert near.ledger(GROUP).produced == 2
+        stream.append([entry(1), entry(2)], floor=0)
+    assert stream.append([entry(1), entry(2)], floor=0) == 3
+    assert seqs(near.read(GROUP, "c", max_entries=9, block_ms=0)) == [0, 1, 2]
+    assert near.ledger(GROUP).produced == 3
 
 
 def test_what_a_lost_read_carried_is_handed_out_by_the_next(client, far, link, keys: Keys):
     stream, near = RedisStream(far, keys), RedisStream(client, keys)
-    for i in range(2):
-        near.append(entry(i))
+    put(near, entry(0), entry(1))
     held = stream.read(GROUP, "c", max_entries=9, block_ms=0)
-    near.append(entry(2))
+    put(near, entry(2))
     link.lose_replies(b"XREADGROUP")
     with pytest.raises(StreamUnavailableError, match=r":\*\*\*@127\.0\.0\.1"):
         stream.read(GROUP, "c", max_entries=9, block_ms=0)
-    near.append(entry(3))
+    put(near, entry(3))
 
     assert seqs(stream.read(GROUP, "c", max_entries=9, block_ms=0)) == [2]
     assert seqs(stream.read(GROUP, "c", max_entries=9, block_ms=0)) == [3]
@@ -73,7 +73,7 @@ def test_what_a_lost_read_carried_is_handed_out_by_the_next(client, far, link, k
 
 def test_what_a_lost_claim_carried_is_handed_out_by_the_next_read(client, far, link, keys: Keys):
     stream, near = RedisStream(far, keys), RedisStream(client, keys)
-    near.append(entry(0))
+    put(near, entry(0))
     near.read(GROUP, "dead", max_entries=9, block_ms=0)
     assert stream.claim_idle(GROUP, "c", idle_ms=60_000, max_entries=9) == []
     link.lose_replies(b"EVALSHA")
@@ -85,8 +85,7 @@ def test_what_a_lost_claim_carried_is_handed_out_by_the_next_read(client, far, l
 
 def test_a_settle_whose_answer_is_lost_counts_once(client, far, link, keys: Keys):
     stream, near = RedisStream(far, keys), RedisStream(client, keys)
-    near.append(entry(0))
-    near.append(entry(1))
+    put(near, entry(0), entry(1))
     one, two = stream.read(GROUP, "c", max_entries=9, block_ms=0)
     stream.settle(GROUP, [(one.entry_id, "trained")])
     link.lose_replies(b"EVALSHA")

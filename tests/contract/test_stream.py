@@ -243,7 +243,7 @@ ACTIONS = st.lists(
 @given(actions=ACTIONS)
 def test_the_ledger_balances_after_any_interleaving(stream_maker, actions):
     """A model beside the stream: what was appended and not settled is exactly what is pending."""
-    stream = stream_maker()
+    stream = stream_maker().stream()
     next_seq = [0, 0, 0]
     stored = 0
     known: dict[str, Delivery] = {}

@@ -14,6 +14,7 @@ from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
 from anabranch.transport.signing import Verifier
 from tests.contract.weight_worlds import LAYOUT, chain, describe, publish, shown, v
+from tests.streams import put
 
 GROUP = "learner"
 
@@ -21,8 +22,7 @@ GROUP = "learner"
 @pytest.fixture
 def stream(client, keys) -> RedisStream:
     made = RedisStream(client, keys)
-    for seq in range(5):
-        made.append(Envelope("p", seq, seq, b"x"))
+    put(made, *(Envelope("p", seq, seq, b"x") for seq in range(5)))
     return made
 
 
@@ -60,8 +60,7 @@ def test_a_delivered_entry_whose_data_is_gone_ends_as_lost(stream, client, keys)
 def test_the_twin_counts_lost_entries_too():
     store = MemoryStreamStore()
     stream = MemoryStream(store)
-    for seq in range(2):
-        stream.append(Envelope("p", seq, seq, b"x"))
+    put(stream, *(Envelope("p", seq, seq, b"x") for seq in range(2)))
     stream.read(GROUP, "c", max_entries=9, block_ms=0)
     del store.entries[next(iter(store.entries))]
     assert len(stream.read_own_pending(GROUP, "c", max_entries=9)) == 1
@@ -85,7 +84,7 @@ def test_a_flushed_server_is_an_empty_stream(stream, client, keys):
     assert stream.claim_idle(GROUP, "c", idle_ms=0, max_entries=9) == []
     assert stream.read_own_pending(GROUP, "c", max_entries=9) == []
     assert stream.trim() == 0
-    assert stream.append(Envelope("p", 0, 0, b"x")), "it comes again from the producer"
+    assert put(stream, Envelope("p", 0, 0, b"x")), "it comes again from the producer"
     assert stream.ledger(GROUP).balanced
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from anabranch.schemas.config import StreamSection
 from anabranch.schemas.envelope import Envelope
-from anabranch.schemas.errors import AnabranchError, BackpressureError, ConfigError, StreamUnavailableError
+from anabranch.schemas.errors import AnabranchError, ConfigError, StreamUnavailableError
 from anabranch.schemas.keys import Keys
 from anabranch.transport.embedded_valkey import EmbeddedValkey
 from anabranch.transport.redis_client import connect
@@ -71,7 +71,7 @@ def test_a_server_that_goes_away_is_named_in_the_error(tmp_path):
         stream, permits = RedisStream(client, Keys("r"), what="the Redis of region eu"), RedisPermits(client, Keys("r"))
         server.kill()
         for call in (
-            lambda: stream.append(Envelope("p", 0, 0, b"x")),
+            lambda: stream.append([Envelope("p", 0, 0, b"x")], floor=0),
             lambda: stream.read("learner", "c", max_entries=1, block_ms=10),
             lambda: permits.take("p", max_groups=1, lease_ms=1000),
         ):
@@ -85,31 +85,7 @@ def test_a_server_that_goes_away_is_named_in_the_error(tmp_path):
         client.close()
 
 
-def test_a_full_server_is_back_pressure_and_loses_nothing(tmp_path):
-    with EmbeddedValkey(tmp_path / "v", maxmemory_bytes=4 * 2**20) as server:
-        client = connect(server.url, deadline_s=10, what="the hub")
-        stream = RedisStream(client, Keys("r"))
-        entries = (Envelope("p", seq, seq, bytes(100_000)) for seq in range(100))
-        accepted: list[bool] = []
-        with pytest.raises(BackpressureError, match="takes no more data"):
-            accepted.extend(map(stream.append, entries))
-        stored = len(accepted)
-        counts = stream.ledger("learner")
-        assert stored > 3
-        assert (counts.produced, counts.pending) == (stored, stored)
-
-        # Reading, settling and trimming still work, and make room.
-        client.config_set("maxmemory", 64 * 2**20)
-        got = stream.read("learner", "c", max_entries=100, block_ms=0)
-        client.config_set("maxmemory", 4 * 2**20)
-        assert stream.settle("learner", [(d.entry_id, "trained") for d in got]) == stored
-        assert stream.trim() == stored
-        assert stream.append(Envelope("p", stored, stored, bytes(100_000)))
-        assert stream.ledger("learner").balanced
-        client.close()
-
-
 def test_a_server_that_refuses_a_command_is_an_error_of_ours(client, keys):
     client.set(keys.trajectories, "not a stream")
     with pytest.raises(AnabranchError, match="refused a command"):
-        RedisStream(client, keys).append(Envelope("p", 0, 0, b"x"))
+        RedisStream(client, keys).append([Envelope("p", 0, 0, b"x")], floor=0)

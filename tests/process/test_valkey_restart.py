@@ -23,6 +23,8 @@ from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
+from anabranch.transport.stream import ProducerProgress
+from tests.streams import put
 
 pytestmark = pytest.mark.process
 
@@ -47,8 +49,7 @@ def test_everything_acknowledged_survives_kill_9(tmp_path):
         client = connect(url, deadline_s=10, what="the hub")
         stream, permits = RedisStream(client, Keys("r")), RedisPermits(client, Keys("r"))
         channel = RedisWeightChannel(client, Keys("r"))
-        for seq in range(40):
-            stream.append(Envelope("p", seq, seq, bytes(1000)))
+        put(stream, *(Envelope("p", seq, seq, bytes(1000)) for seq in range(40)))
         got = stream.read("learner", "c", max_entries=20, block_ms=0)
         stream.settle("learner", [(d.entry_id, "trained") for d in got[:10]])
         stream.trim()
@@ -66,7 +67,8 @@ def test_everything_acknowledged_survives_kill_9(tmp_path):
         after = stream.ledger("learner")  # the client reconnects by itself, scripts are loaded again
         assert after == before
         assert (after.produced, after.pending, after.fates) == (40, 30, {"trained": 10})
-        assert not stream.append(Envelope("p", 39, 39, b"again"))
+        assert stream.append([Envelope("p", 39, 39, b"again")], floor=0) == 40
+        assert stream.progress("p") == ProducerProgress(next_seq=40, lowest_open=10)
         pending = stream.read_own_pending("learner", "c", max_entries=100)
         assert [d.entry_id for d in pending] == [d.entry_id for d in got[10:]]
         assert len(stream.read("learner", "c", max_entries=100, block_ms=0)) == 20
@@ -81,7 +83,7 @@ def test_a_call_rides_out_a_restart(tmp_path):
     with EmbeddedValkey(tmp_path) as server:
         client = connect(server.url, deadline_s=10, what="the hub")
         stream = RedisStream(client, Keys("r"))
-        stream.append(Envelope("p", 0, 0, b"x"))
+        put(stream, Envelope("p", 0, 0, b"x"))
         for _ in range(3):
             server.kill()
             server.start()
