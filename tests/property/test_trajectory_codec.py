@@ -1,0 +1,140 @@
+"""The codec that works on whole columns agrees with the plain one: bytes, groups, and the words of every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.schemas import trajectory_codec
+from anabranch.schemas.errors import TrajectoryError
+from anabranch.schemas.trajectory import SCHEMA, Group, Rollout, decode_group, encode_group, read_batch
+from anabranch.schemas.trajectory_reference import columns_of, encode_slowly, group_of_batch
+from anabranch.schemas.versions import PolicyVersion, VersionSpan
+from tests.groups import fields_of, group, groups, rollout
+
+
+def outcome(act: Callable[[], Any]) -> object:
+    """What `act` returns, or the words of its refusal."""
+    try:
+        done = act()
+    except TrajectoryError as error:
+        return str(error)
+    return fields_of(done) if isinstance(done, Group) else done
+
+
+def written(columns: list[pa.Array]) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+    return sink.getvalue().to_pybytes()
+
+
+@given(groups())
+def test_a_good_group_is_written_and_read_as_by_the_reference(good: Group) -> None:
+    payload = encode_group(good)
+    assert payload == encode_slowly(good)
+    assert fields_of(decode_group(payload)) == fields_of(group_of_batch(read_batch(payload))) == fields_of(good)
+
+
+@given(groups())
+def test_a_good_group_never_needs_the_reference(good: Group) -> None:
+    """Else the test above would compare the reference with itself."""
+    assert trajectory_codec._columns_of(good) is not None
+    assert trajectory_codec._group_of(read_batch(encode_slowly(good)).columns) is not None
+
+
+@given(groups(), st.data())
+def test_rows_inside_a_larger_batch(good: Group, data: st.DataObject) -> None:
+    """Other writers may leave offsets that do not begin at 0."""
+    first = data.draw(st.integers(0, len(good.rollouts) - 1))
+    part = read_batch(encode_group(good)).slice(first, data.draw(st.integers(1, len(good.rollouts) - first)))
+    decoded = trajectory_codec._group_of(part.columns)
+    assert decoded is not None
+    assert fields_of(decoded) == fields_of(group_of_batch(part))
+
+
+ODD = st.sampled_from([float("nan"), float("inf"), -float("inf"), 0.0, 1e-3, 0.0011, -1.0])
+spans = st.lists(
+    st.builds(
+        VersionSpan, st.builds(PolicyVersion, st.integers(-1, 2), st.integers(-1, 2)), st.integers(-1, 4)
+    ),
+    max_size=3,
+).map(tuple)  # fmt: skip
+
+
+@st.composite
+def odd_rollouts(draw: st.DrawFn) -> Rollout:
+    """About half of them break a rule; some break several."""
+    made = rollout(draw(st.integers(-1, 3)), tokens=draw(st.integers(0, 4)))
+    if draw(st.booleans()):
+        length = draw(st.sampled_from([len(made.token_ids)] * 3 + [0, 1, 3]))
+        made = replace(made, logprobs=np.array(draw(st.lists(ODD, min_size=length, max_size=length)), np.float32))
+    if draw(st.booleans()):
+        made = replace(made, spans=draw(spans))
+    if draw(st.integers(0, 3)) == 0:
+        made = replace(made, reward=draw(ODD), token_ids=made.token_ids - np.int32(draw(st.integers(0, 3))))
+    return made
+
+
+@st.composite
+def odd_groups(draw: st.DrawFn) -> Group:
+    return replace(
+        group(draw(st.sampled_from([3, 3, 3, 0, -1]))),
+        prompt_token_ids=np.array(draw(st.sampled_from([[5, 6]] * 4 + [[], [-1, 4]])), np.int32),
+        rollouts=tuple(draw(st.lists(odd_rollouts(), max_size=3))),
+        group_size=draw(st.integers(-1, 4)),
+    )
+
+
+@given(odd_groups())
+def test_what_is_wrong_is_said_in_the_same_words(odd: Group) -> None:
+    assert outcome(lambda: encode_group(odd)) == outcome(lambda: encode_slowly(odd))
+    if odd.rollouts:
+        payload = written(columns_of(odd))  # as a producer that checks nothing would
+        assert outcome(lambda: decode_group(payload)) == outcome(lambda: group_of_batch(read_batch(payload)))
+
+
+@given(groups(), groups(), st.sampled_from(SCHEMA.names), st.data())
+def test_rows_of_two_groups_are_refused_in_the_same_words(
+    one: Group, two: Group, name: str, data: st.DataObject
+) -> None:
+    """One column of one row is another group's: sometimes that is well formed, most often not."""
+    columns = columns_of(one)
+    at, row = SCHEMA.names.index(name), data.draw(st.integers(0, len(one.rollouts) - 1))
+    values = columns[at].to_pylist()
+    values[row] = columns_of(two)[at].to_pylist()[0]
+    columns[at] = pa.array(values, SCHEMA.field(at).type)
+    payload = written(columns)
+    assert outcome(lambda: decode_group(payload)) == outcome(lambda: group_of_batch(read_batch(payload)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "\ud800"},
+        {"attempt": 2**40},
+        {"answer": None},
+        {"rollouts": (rollout(), replace(rollout(1), text=None))},
+        {"rollouts": (replace(rollout(), started_ms=2**70),)},
+        {"rollouts": (replace(rollout(), token_ids=np.array([1, 2**40])),)},
+    ],
+    ids=["half a surrogate pair", "no int32", "no text", "one without text", "no int64", "a token id that is no int32"],
+)
+def test_a_value_that_fits_no_column_is_a_trajectory_error(change: dict[str, Any]) -> None:
+    """The outbox takes it for a bad group; anything else would end the producer."""
+    with pytest.raises(TrajectoryError, match="group 3"):
+        encode_group(replace(group(3), **change))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint16, ">i4"])
+def test_token_ids_of_another_type_are_written_as_int32(dtype: Any) -> None:
+    same = replace(group(3), rollouts=(replace(rollout(), token_ids=np.array([1, 2], dtype)),), group_size=2)
+    assert decode_group(encode_group(same)).rollouts[0].token_ids.dtype == np.int32
+    assert decode_group(encode_group(same)).rollouts[0].token_ids.tolist() == [1, 2]
