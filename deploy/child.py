@@ -112,6 +112,12 @@ class Child:
         return self._process is not None
 
     @property
+    def silent_s(self) -> float | None:
+        """Since its last sd_notify message in this start, None before the first."""
+        self._notify.receive()
+        return self._notify.silent_s if self._process is not None else None
+
+    @property
     def over(self) -> bool:
         """It will not run again."""
         return self.state in (ChildState.ENDED, ChildState.FAILED, ChildState.STOPPED)

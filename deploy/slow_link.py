@@ -86,9 +86,9 @@ class SlowLink:
         try:
             _remove_left_behind()
             for side in SIDES:
-                _ip("netns", "add", self.namespaces[side])
+                ip_command("netns", "add", self.namespaces[side])
                 self._made.append(self.namespaces[side])
-                _ip("-n", self.namespaces[side], "link", "set", "lo", "up")
+                ip_command("-n", self.namespaces[side], "link", "set", "lo", "up")
             self._start_link()
         except BaseException:
             self.close()
@@ -126,11 +126,11 @@ class SlowLink:
     def inside(self, side: Side) -> Iterator[None]:
         """This thread is on that side: sockets it opens, threads and processes it starts are there, and stay there."""
         with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{self.namespaces[side]}") as there:
-            _set_namespace(there.fileno())
+            set_namespace(there.fileno())
             try:
                 yield
             finally:
-                _set_namespace(before.fileno())
+                set_namespace(before.fileno())
 
     def set_kernel(self, name: str, value: str) -> None:
         """Set a per-namespace sysctl (`net.ipv4...`) on both sides. Raises AnabranchError if the kernel refuses."""
@@ -149,12 +149,12 @@ class SlowLink:
         ends: tuple[tuple[Side, Side], ...] = (("a", "b"), ("b", "a"))
         for side, peer in ends:
             namespace = self.namespaces[side]
-            device = json.loads(_ip("-n", namespace, "-j", "route", "get", ADDRESS[peer]))[0]["dev"]
-            _ip("-n", namespace, "route", "replace", ADDRESS[peer], "dev", device, "congctl", name)
+            device = json.loads(ip_command("-n", namespace, "-j", "route", "get", ADDRESS[peer]))[0]["dev"]
+            ip_command("-n", namespace, "route", "replace", ADDRESS[peer], "dev", device, "congctl", name)
 
     def received_bytes(self, side: Side) -> int:
         """Bytes, IP headers included, that have come out of the link on that side."""
-        links = json.loads(_ip("-n", self.namespaces[side], "-s", "-j", "link", "show"))
+        links = json.loads(ip_command("-n", self.namespaces[side], "-s", "-j", "link", "show"))
         return sum(int(link["stats64"]["rx"]["bytes"]) for link in links if link["ifname"] != "lo")
 
     def cut(self) -> None:
@@ -184,25 +184,27 @@ class SlowLink:
                     pipe.close()
         self._children, self._link = [], None
         while self._made:
-            _ip("netns", "del", self._made.pop())
+            ip_command("netns", "del", self._made.pop())
 
 
 def _remove_left_behind() -> None:
     """Namespaces of ours whose process is gone."""
-    for name in _ip("netns", "list").split():
+    for name in ip_command("netns", "list").split():
         ours = re.fullmatch(r"ab(\d+)\.\d+[ab]", name)
         if ours and not Path("/proc", ours[1]).exists():
             with contextlib.suppress(AnabranchError):  # another process may be doing the same
-                _ip("netns", "del", name)
+                ip_command("netns", "del", name)
 
 
-def _set_namespace(fd: int) -> None:
+def set_namespace(fd: int) -> None:
+    """This thread is in the network namespace that `fd` stands for, from now on."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(fd, _CLONE_NEWNET):
         raise AnabranchError(f"setns failed: {os.strerror(ctypes.get_errno())}")
 
 
-def _ip(*words: str) -> str:
+def ip_command(*words: str) -> str:
+    """What `ip WORDS` prints. Raises AnabranchError when it fails."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=_START_S, check=False)
     if done.returncode:
         raise AnabranchError(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")

@@ -1,0 +1,87 @@
+"""What faults act upon: the processes, links, disks, clocks and servers of a chaos run, by name.
+
+Invariant: names are those of deploy/chaos/place.py; talking to a server from here takes at most two seconds and never goes
+through a link. Held by tests/process/test_chaos.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import redis
+
+from anabranch.deploy.chaos.links import Link
+from anabranch.deploy.chaos.monitor import Monitor, client
+from anabranch.deploy.chaos.place import RUN, Place
+from anabranch.deploy.chaos.sites import HUB
+from anabranch.deploy.child import Child, ChildState
+from anabranch.schemas.keys import Keys
+from anabranch.transport.redis_stream import RedisStream
+
+TIMEOUT_S = 2.0
+
+
+class Lab:
+    def __init__(
+        self, place: Place, links: Mapping[str, Link], children: Mapping[str, Child], monitor: Monitor
+    ) -> None:
+        self.place, self.links, self.children, self.monitor = place, links, children, monitor
+        self.regions = place.sites.regions
+        self.keys = Keys(RUN)
+        self.injected: dict[str, set[str]] = {region: set() for region in self.regions}  # entry ids that faults added
+
+    @cached_property
+    def servers(self) -> dict[str, redis.Redis]:
+        return {site: client(self.place.url(site), TIMEOUT_S) for site in self.place.sites.names}
+
+    @cached_property
+    def streams(self) -> dict[str, RedisStream]:
+        """The real scripts, for faults that add entries."""
+        return {
+            region: RedisStream(
+                client(self.place.url(region), TIMEOUT_S), self.keys,
+                max_entry_bytes=self.place.config.stream.max_entry_bytes, what=f"the Redis of region {region}",
+            )
+            for region in self.regions
+        }  # fmt: skip
+
+    def alive(self, name: str) -> bool:
+        """Running, and has reported itself since its start (a server: answers)."""
+        child = self.children[name]
+        if child.state is not ChildState.RUNNING:
+            return False
+        if name in self.place.servers:
+            return self.answers(self.place.site_of(name))
+        return child.silent_s is not None
+
+    def answers(self, site: str) -> bool:
+        try:
+            return bool(self.servers[site].ping())
+        except (redis.RedisError, OSError):
+            return False
+
+    def flows_of(self, target: str) -> tuple[str, ...]:
+        """What must move for `target` (a child, a region, a disk, "all") to be at work."""
+        kind, _, region = target.rpartition("-")
+        if target in self.regions:
+            kind, region = "redis", target
+        if region in self.regions:
+            flows = [f"append:{region}", f"read:{region}"]
+            pid = self.children[f"producer-{region}"].pid
+            return (*flows, f"report:{pid}") if kind == "producer" else tuple(flows)
+        if target == "recorder":
+            return ()
+        if target == "all":
+            return ("step", "report:learner", *(f"append:{r}" for r in self.regions))
+        return ("step", "report:learner")
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
+        if "streams" in self.__dict__:
+            for stream in self.streams.values():
+                stream.close()
+
+
+__all__ = ["HUB", "Lab"]

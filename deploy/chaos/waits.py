@@ -1,0 +1,46 @@
+"""How long each process said that it waits for one and the same thing, without getting anywhere.
+
+Invariant: a wait begins when a status with this `waiting_for` is first seen and ends when it says something else, when the
+process has moved on (a step, a group) or was started anew; numbers in the text do not make it another wait.
+Held by tests/unit/deploy/chaos/test_waits.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_NUMBERS = re.compile(r"\d[\d.,e+-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    who: str  # "learner" or a producer's region
+    what: str
+    seconds: float
+
+
+@dataclass
+class Waits:
+    longest: dict[tuple[str, str], float] = field(default_factory=dict)  # (who, what) -> seconds
+    _since: dict[str, tuple[tuple[Any, ...], float]] = field(default_factory=dict)
+
+    def saw(self, name: str, status: Mapping[str, Any], now: float) -> None:
+        """A status as it stands on the hub at `now` (monotonic seconds)."""
+        who = str(status.get("region") or name)
+        what = _NUMBERS.sub("N", str(status.get("waiting_for") or "")).strip()
+        progress = (status.get("step"), status.get("epoch"), status.get("groups_done"), status.get("pid"))
+        mark = (what, progress)
+        held = self._since.get(name)
+        if held is None or held[0] != mark:
+            self._since[name] = (mark, now)
+            return
+        if what:
+            key = (who, what)
+            self.longest[key] = max(self.longest.get(key, 0.0), now - held[1])
+
+    def worst(self) -> list[Wait]:
+        """Longest first."""
+        return sorted((Wait(who, what, s) for (who, what), s in self.longest.items()), key=lambda w: -w.seconds)
