@@ -47,7 +47,7 @@ def render(run: str, state: PermitState, reported: Mapping[str, str], regions: C
         (sum(state.leased.values()), "leased: being sampled, or on their way"),
         (state.expired, "of a lease that ran out: handed out next"),
         (state.returned, "returned: handed out again"),
-        (state.abandoned, "abandoned: failed producer.max_attempts times; each raises the limit by one"),
+        (state.abandoned, "abandoned: given up producer.max_attempts times; other indices take their places"),
         (left, f"new ones may be handed out, below the limit {state.limit:,}"),
     ]
     lines = [f"epoch {state.epoch}, version {state.version}", *(f"{count:>12,}  {what}" for count, what in rows)]

@@ -12,8 +12,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "permits",
         help="rights to start a group: how many are out, with whom, and where the bound is",
-        description="Read the permits of the run on the hub. No index at or above min((max_age + version + 1) * groups_per_step,\n"
-        "total) + abandoned is handed out.",
+        description="Read the permits of the run on the hub. No more than min((max_age + version + 1) * groups_per_step, total)\n"
+        "indices are handed out, the lowest, beside those that were abandoned.",
         epilog="examples:\n  anabranch permits --config run.toml\n  anabranch permits --config run.toml --json\n",
         formatter_class=HelpFormatter,
     )
