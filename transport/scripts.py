@@ -1,9 +1,11 @@
 """The Lua scripts of transport/lua, one file each: the acts that must be atomic on the server.
 
 Invariant: a script's writes happen together or not at all. Each begins with `#!lua`, so that a server which is out of
-memory, or cannot write to its disk, refuses it as a whole before it has begun; or with `#!lua flags=allow-oom`, which is
-for those that make room or must not wait for it: a full server runs them to their end. (Without that line a server looks
-at each command by itself, and what came before the one it refuses stays done.) Held by
+memory, or cannot write to its disk, refuses it as a whole before it has begun; with `#!lua flags=allow-oom`, which is for
+those that make room or must not wait for it: they run to their end on a full server (one whose disk is full refuses them
+too); or with `#!lua flags=no-writes`, which nothing but a server that is away keeps from running. Without that line a full
+server would look at the first command that writes, and take all that comes after one it does not refuse.
+Held by
 tests/contract/test_full_server.py.
 """
 

@@ -1,3 +1,4 @@
+#!lua
 -- Leave an evaluation shard's result, unless it has one or the policy is not wanted (any more).
 -- KEYS: evaluation, results
 -- ARGV: epoch, version, shard, result JSON

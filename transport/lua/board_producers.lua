@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Producers that have reported lately, or those that have not, which are then forgotten.
 -- KEYS: producers, seen
 -- ARGV: ms, 'fresh' or 'drop'

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Leave a producer's status, with the time of the report.
 -- KEYS: producers, seen
 -- ARGV: producer, status JSON

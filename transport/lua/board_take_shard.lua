@@ -1,3 +1,4 @@
+#!lua
 -- Lease the lowest evaluation shard that has neither result nor living lease.
 -- KEYS: evaluation, results
 -- ARGV: epoch, version, producer, lease ms

@@ -1,3 +1,4 @@
+#!lua
 -- A chunk is about to be put into a store outside of Redis: keep collectors away from it until it is committed.
 -- KEYS: garbage
 -- ARGV: digest, how long it may stay uncommitted (ms), how long a collector's claim counts (ms)

@@ -1,3 +1,4 @@
+#!lua
 -- Keep a chunk in the region's cache, and drop those least lately used until all fit the budget.
 -- KEYS: chunk, use times, sizes
 -- ARGV: digest, chunk, budget in bytes, prefix of chunk keys

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- End the fetch of a chunk into the cache, if it is still the caller's.
 -- KEYS: who is fetching
 -- ARGV: caller

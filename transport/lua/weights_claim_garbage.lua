@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Claim chunks that are due for deletion from a store outside of Redis and that no manifest names.
 -- KEYS: garbage, blob references
 -- ARGV: how many at most, how long an earlier claim counts (ms)

@@ -1,3 +1,4 @@
+#!lua
 -- Store a manifest and its index entry; move the head to it if its version is new. Or refuse.
 -- KEYS: head, opened epoch, index, blob references, garbage, manifest, layout
 -- ARGV: epoch, version, kind, manifest JSON, index member, score, base's score ('' none), base's digest, base as

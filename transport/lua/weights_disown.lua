@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Chunks that no manifest names become garbage: in a store outside of Redis due at once, in Redis they expire.
 -- One that is being published stays: outside it is in garbage already, in Redis its next put sets a later expiry.
 -- KEYS: garbage, blob references

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Drop manifests that nothing protects, and the chunks that no manifest names any more.
 -- KEYS: head, index, blob references, garbage, leases, expiries of leases, pins
 -- ARGV: prefix of manifest keys, prefix of blob keys ('' when chunks are kept elsewhere), grace in ms, head as the caller
@@ -112,7 +113,7 @@ for i = at + 1, #ARGV do
   local epoch, version, label = string.match(member, '^(%d+):(%d+):(%w+):')
   local e, v = tonumber(epoch), tonumber(version)
   if e and (e < low_epoch or (e == low_epoch and v < low_version)) and not pinned[epoch .. ':' .. version] then
-    -- The index first: ZREM is never refused for want of memory, and what follows is not refused then.
+    -- The index first: who reads it finds no entry without its manifest.
     if redis.call('ZREM', index, member) == 1 then
       local key = manifests .. epoch .. ':' .. version .. ':' .. label
       local text = redis.call('GET', key)

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Chunks that were claimed are deleted; forget those that nobody has announced again since.
 -- KEYS: garbage
 -- ARGV: digest...

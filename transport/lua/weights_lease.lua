@@ -1,3 +1,4 @@
+#!lua
 -- Take or replace a lease on a version; leases long expired are cleared away.
 -- KEYS: leases, expiries of leases
 -- ARGV: holder, "epoch:version", how long from now (ms)

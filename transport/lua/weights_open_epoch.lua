@@ -1,3 +1,4 @@
+#!lua
 -- Open the next epoch of a run, above every one opened or published before and above what the caller knows of.
 -- KEYS: epoch, head
 -- ARGV: an epoch to stay above

@@ -1,3 +1,4 @@
+#!lua
 -- Pin a version while the entries that lead to it are still there.
 -- KEYS: pins, index
 -- ARGV: "epoch:version", note, member of the index...

@@ -1,3 +1,4 @@
+#!lua
 -- Put a chunk that is there already: it may have been damaged, and whoever names it may be dropped before we name it.
 -- KEYS: chunk, garbage
 -- ARGV: digest, chunk, how long it may stay uncommitted (ms)
