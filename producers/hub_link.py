@@ -1,10 +1,13 @@
 """The producer's talk with the hub, on a thread of its own, so that a slow link never stalls the engine.
 
-Invariant: the engine's thread never waits for the hub. It says how many groups it could start (`want`), takes what
-has been granted (`take`), and says which groups it is done with (`release`); the thread fetches permits, keeps
-leases alive, takes evaluation shards, and reports status. Permits that are held but not started are leased too. No
-group is handed to the engine while it may still run an earlier attempt at it.
-Held by tests/unit/producers/test_hub_link.py.
+Invariant: the engine's thread never waits for the hub. It says how many groups it could start (`want`), takes what has been
+granted (`take`), and says what became of each: `hold` (finished, on its way to its stream), `release` (in its stream, or not
+ours any more), `give_up` (it cannot be finished here) or `hand_back` (it could be, and will not). The thread fetches
+permits, keeps leases alive, takes evaluation shards, and reports status; what an earlier process of this producer held and
+left no trace of in the spool is surrendered before anything else is taken. Permits that are held but not started are leased
+too, and handed back when the weights they ask for do not come. No group is handed to the engine while it may still run an
+earlier attempt at it. A hub that answers again, or has room again, is back in use within `RETRY_LAST_S`.
+Held by tests/unit/producers/test_hub_link.py and tests/unit/producers/test_hub_link_leases.py.
 """
 
 from __future__ import annotations
@@ -13,23 +16,29 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import structlog
 
-from anabranch.schemas.errors import AnabranchError
+from anabranch.producers.permit_book import PermitBook
+from anabranch.schemas.errors import AnabranchError, BackpressureError
 from anabranch.schemas.metrics import ProducerStatus
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.boards import EvaluationBoard, RunBoard
 from anabranch.transport.permits import Permit, Permits
 
 STATUS_EVERY_S = 1.0
-RETRY_LAST_S = 5.0
+RETRY_LAST_S = 2.0
 EVALUATION_LEASE_MS = 60_000
 
 
 class HubLink:
+    """Args:
+    max_attempts: a group index given up so often is abandoned.
+    hold_s: how long a finished group keeps its lease while its region's stream cannot take it.
+    """
+
     def __init__(
         self,
         permits: Permits,
@@ -40,16 +49,18 @@ class HubLink:
         lease_ms: int,
         poll_ms: int,
         status: Callable[[], ProducerStatus],
+        max_attempts: int = 3,
+        hold_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._permits, self._runs, self._evaluations = permits, runs, evaluations
         self._producer, self._lease_ms, self._poll_s, self._status = producer, lease_ms, poll_ms / 1000, status
+        self._max_attempts, self._hold_s = max_attempts, hold_s
         self._clock = clock
-        self._lock = threading.Lock()
+        self._book = PermitBook()
+        self._surrenders: deque[tuple[str, set[int]]] = deque([(producer, set())])
+        self._lock = threading.Lock()  # over what follows
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._granted: deque[Permit] = deque()
-        self._held: set[int] = set()  # leased to us, started or not
-        self._lost: set[int] = set()  # started, then the lease went to somebody else; until the engine lets go
         self._want = 0
         self._serving: PolicyVersion | None = None
         self._shard: tuple[PolicyVersion, int, int] | None = None
@@ -66,7 +77,21 @@ class HubLink:
     def start(self) -> None:
         self._thread.start()
 
+    def resume(self, *, spooled: Collection[int], waiting: Collection[int]) -> None:
+        """Before `start`: what the spool holds of an earlier process. The leases of `spooled` groups (not known to be
+        settled) are not surrendered; of those, the leases of `waiting` ones (not in their stream) are kept alive."""
+        self._surrenders[0] = (self._producer, {*spooled, *waiting})
+        self._book.hold(waiting, self._clock() + self._hold_s)
+
+    def surrender_for(self, producer: str, *, spooled: Collection[int]) -> None:
+        """The process of another `producer` is gone and its spool is ours now: what it held beyond `spooled` groups is
+        handed out again at once. Any thread."""
+        self._surrenders.append((producer, set(spooled)))
+        self._wake.set()
+
     def close(self) -> None:
+        """Nothing more will be started: permits at hand go back to the hub, if it answers."""
+        self._book.hand_back_granted()
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -85,20 +110,15 @@ class HubLink:
     def take(self, max_groups: int) -> list[Permit]:
         """Granted permits whose minimum policy is served now, lowest index first; the others stay granted."""
         with self._lock:
-            if self._serving is None:
-                return []
-            ready = [p for p in self._granted if p.min_policy <= self._serving and p.group_index not in self._lost]
-            ready = sorted(ready, key=lambda p: p.group_index)[:max_groups]
-            for permit in ready:
-                self._granted.remove(permit)
-            return ready
+            serving = self._serving
+        return self._book.take(serving, max_groups)
 
     @property
     def wants_policy(self) -> PolicyVersion | None:
-        """The lowest version that a granted permit asks for, when what is served is older than all of them ask for."""
+        """The lowest version that a permit asks for, when what is served is older than all of them ask for."""
         with self._lock:
-            asked = min((p.min_policy for p in self._granted), default=None)
-            return asked if asked is not None and self._serving is not None and asked > self._serving else None
+            serving = self._serving
+        return self._book.wants_policy(serving)
 
     @property
     def evaluation_waits(self) -> bool:
@@ -121,18 +141,36 @@ class HubLink:
             self._evaluating = False
         self._wake.set()
 
-    def release(self, group_index: int) -> None:
-        """The group is stored in its stream, or given up: stop renewing its lease."""
+    def drop_evaluation(self) -> None:
+        """The shard taken last will have no result from us; its lease runs out."""
         with self._lock:
-            if group_index in self._lost:
-                self._lost.discard(group_index)  # a new permit for it may be ours already: that one stays
-            else:
-                self._held.discard(group_index)
+            self._evaluating = False
+
+    def hold(self, group_index: int) -> None:
+        """The group is finished and spooled: its lease goes on until `release`, and for `hold_s` at most."""
+        self._book.hold([group_index], self._clock() + self._hold_s)
+
+    def release(self, group_index: int) -> None:
+        """The group is stored in its stream, or was lost to somebody else: stop renewing its lease."""
+        self._book.release(group_index)
+
+    def give_up(self, group_index: int) -> None:
+        """The group cannot be finished by its deadline: its next attempt is somebody's at once, if it has any left."""
+        self._book.hand_back(group_index, failed=True)
+        self._wake.set()
+
+    def hand_back(self, group_index: int) -> None:
+        """The group will not be finished here, for no fault of its own."""
+        self._book.hand_back(group_index, failed=False)
+        self._wake.set()
+
+    def hand_back_granted(self) -> None:
+        """What has not been started will not be before long."""
+        self._book.hand_back_granted()
 
     def lost(self) -> set[int]:
         """Groups whose lease went to somebody else (after a long outage): not worth finishing."""
-        with self._lock:
-            return set(self._lost)
+        return self._book.lost()
 
     def _run(self) -> None:
         pause_s = self._poll_s
@@ -142,7 +180,7 @@ class HubLink:
                 self.error, pause_s = "", self._poll_s
             except AnabranchError as error:
                 if not self.error:
-                    self._log.warning("hub cannot be reached", error=str(error))
+                    self._log.warning("the hub is away or full", error=str(error))
                 self.error = str(error)
                 pause_s = min(max(0.2, 2 * pause_s), RETRY_LAST_S)
             except Exception as error:  # noqa: BLE001 - raised again on the engine's thread, which must not idle for ever
@@ -151,43 +189,81 @@ class HubLink:
             self._wake.wait(pause_s)
             self._wake.clear()
         with contextlib.suppress(AnabranchError):
+            self._hand_back()
             self._runs.report_producer(self._producer, self._status())  # how it ended
 
     def turn(self) -> None:
-        """One round of everything that is due."""
+        """One round of everything that is due. A hub that is full still takes what frees, and what only moves things."""
         now = self._clock()
+        refused: BackpressureError | None = None
+        # Renewal comes before `take`, which would hand our own expired leases out anew.
+        for act in (
+            self._surrender,
+            self._post,
+            self._hand_back,
+            self._renew,
+            self._take_shard,
+            self._fetch,
+            self._report,
+        ):
+            try:
+                act(now)
+            except BackpressureError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def _surrender(self, _: float) -> None:
+        while self._surrenders:
+            producer, keep = self._surrenders[0]
+            handed_back = self._permits.surrender(producer, keep=keep)
+            if handed_back:
+                self._log.info("handed back what an earlier process held", producer=producer, groups=handed_back)
+            self._surrenders.popleft()
+
+    def _post(self, _: float) -> None:
         while self._posts:
             self._evaluations.post(*self._posts[0])
             with self._lock:
                 self._posts.popleft()
-        self._take_evaluation_shard()
-        if now >= self._next_renew:  # before `take`, which would hand our own expired leases out anew
-            self._renew()
-            self._next_renew = now + self._lease_ms / 3000
+
+    def _hand_back(self, _: float = 0.0) -> None:
+        for failed, most in ((True, self._max_attempts), (False, None)):
+            indices = self._book.handed_back(failed=failed)
+            if indices:
+                abandoned = self._permits.give_up(self._producer, indices, max_attempts=most)
+                self._book.heard(indices)
+                if abandoned:
+                    self._log.error("groups abandoned", groups=abandoned, attempts=self._max_attempts)
+
+    def _renew(self, now: float) -> None:
+        if now < self._next_renew:
+            return
+        ours = self._book.to_renew(now)
+        if ours:
+            self._book.gone(self._permits.renew(self._producer, ours, lease_ms=self._lease_ms))
+        self._next_renew = now + self._lease_ms / 3000
+
+    def _fetch(self, now: float) -> None:
         with self._lock:
-            missing = self._want - len(self._granted) if self._serving is not None else 0
-        if missing > 0:
+            want, serving = self._want, self._serving
+        if self._surrenders:
+            return  # it would go with what is taken now
+        self._book.hand_back_stale(serving, now - self._lease_ms / 1000)
+        missing = want - self._book.granted
+        if missing > 0 and self._book.may_take(serving):
             permits = self._permits.take(self._producer, max_groups=missing, lease_ms=self._lease_ms)
-            with self._lock:
-                self._granted.extend(p for p in permits if p.group_index not in self._held)
-                self._held.update(p.group_index for p in permits)
-        if now >= self._next_status:
-            self._next_status = now + STATUS_EVERY_S
-            self._runs.report_producer(self._producer, self._status())
-            self.finished = self._runs.finished()
-            self.verification = self._runs.verification_wanted()
+            self._book.grant(permits, now)
 
-    def _renew(self) -> None:
-        with self._lock:
-            held = sorted(self._held)
-        gone = set(self._permits.renew(self._producer, held, lease_ms=self._lease_ms)) if held else set()
-        with self._lock:
-            gone &= self._held
-            self._held -= gone
-            self._lost |= gone - {p.group_index for p in self._granted}
-            self._granted = deque(p for p in self._granted if p.group_index not in gone)
+    def _report(self, now: float) -> None:
+        if now < self._next_status:
+            return
+        self._next_status = now + STATUS_EVERY_S
+        self.finished = self._runs.finished()
+        self.verification = self._runs.verification_wanted()
+        self._runs.report_producer(self._producer, self._status())
 
-    def _take_evaluation_shard(self) -> None:
+    def _take_shard(self, _: float) -> None:
         with self._lock:
             serving, busy = self._serving, self._shard is not None or self._evaluating or bool(self._posts)
         wanted = None if busy or serving is None else self._evaluations.wanted()
