@@ -133,6 +133,10 @@ class Outbox:
             unwritten = [index for index, _ in self._unwritten]
             return {*self._spool.groups(self.sender.courier.next_seq), *unwritten}
 
+    def spooled(self) -> set[int]:
+        """Group indices in the spool at all: those in the stream that it has not let go of among them."""
+        return {*self._spool.groups(0), *self.waiting()}
+
     def __len__(self) -> int:
         return self.sender.waiting + len(self._unwritten)
 

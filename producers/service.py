@@ -105,10 +105,9 @@ def produce(config: RunConfig, region: str) -> int:
             groups_in_flight=config.producer.groups_in_flight,
         )
         producer = outbox.producer
-        # What an earlier process of this name was sampling is handed out again at once; what it finished is in the spool.
-        surrendered = hub.permits.surrender(producer, keep=outbox.waiting())
+        spooled, waiting = outbox.spooled(), outbox.waiting()
         outbox.start()
-        log.info("producer begins", producer=producer, groups_spooled=len(outbox), groups_surrendered=surrendered)
+        log.info("producer begins", producer=producer, groups_spooled=len(spooled), groups_to_append=len(waiting))
         prompts = TaskPrompts(Task(config.task, config.run.seed), load_tokenizer(config.model.path), config)
         started = time.monotonic()
         engine = RolloutEngine(config.model.path, config.producer, config.sampling, seed=config.run.seed)
@@ -138,7 +137,11 @@ def produce(config: RunConfig, region: str) -> int:
             lease_ms=config.producer.permit_lease_ms,
             poll_ms=config.producer.poll_ms,
             status=lambda: loop.status(),
+            max_attempts=config.producer.max_attempts,
+            hold_s=config.producer.group_deadline_s,
         )
+        # What an earlier process of this name was sampling is handed out again at once; what it finished is in the spool.
+        link.resume(spooled=spooled, waiting=waiting)
         loop = RolloutLoop(engine, prompts, follower, link, outbox, config, producer=producer, region=region)
         leases.start()
         follower.start()
