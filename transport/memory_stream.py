@@ -140,6 +140,7 @@ class MemoryStream:
             groups = store.books.groups
             if LEARNER_GROUP not in groups:
                 return 0
+            store.settle_lost()
             low = min(min(g.pending, default=(g.last[0], g.last[1] + 1)) for g in groups.values())
             gone = [entry for entry in store.entries if entry < low]
             for entry in gone:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from anabranch.schemas.errors import BackpressureError
 from anabranch.schemas.keys import LEARNER_GROUP
+from anabranch.transport.stream import LOST_FATE
 from anabranch.transport.stream_rules import MAX_SEQ, is_producer, parse_id
 
 Id = tuple[int, int]
@@ -55,7 +56,8 @@ class Books:
     produced: int = 0
     requeued: int = 0
     made_room: int = 0
-    again: int = 0  # delivered a second time to a group that was made anew
+    grouped: int = 0  # how often the learner's group was made
+    again: int = 0  # delivered to it a second time because it was made anew
     added: int = 0  # entries, by whomever
 
 
@@ -132,7 +134,10 @@ class MemoryStreamStore:
         books = self.books
         if name not in books.groups:
             books.groups[name] = ConsumerGroup()
-            if name == LEARNER_GROUP:  # somebody destroyed it: what it had settled and is still there comes again
+            books.grouped += name == LEARNER_GROUP
+            if name == LEARNER_GROUP and books.grouped > 1:
+                # Somebody destroyed it: what it had settled and is still there comes, and will be counted, again.
+                self.settle_lost()
                 owed = books.produced + self.foreign() - sum(books.fates.values())
                 books.again += max(0, len(books.entries) - owed)
         return books.groups[name]
@@ -150,6 +155,14 @@ class MemoryStreamStore:
         """The learner's group is done with an entry."""
         self.books.open.discard(self.books.open_ids.pop(entry, ("", -1)))
         self.books.fates[fate] = self.books.fates.get(fate, 0) + 1
+
+    def settle_lost(self) -> None:
+        """Settle for the learner's group what it can never be given though it is open: entries that somebody deleted
+        before they were delivered."""
+        books = self.books
+        pending = books.groups[LEARNER_GROUP].pending
+        for entry in [entry for entry in books.open_ids if entry not in books.entries and entry not in pending]:
+            self.count_fate(entry, LOST_FATE)
 
     def foreign(self) -> int:
         books = self.books

@@ -130,7 +130,7 @@ class RedisStream:
         self._held.forget(group, [delivery.entry_id])
 
     def trim(self) -> int:
-        return int(self._repeat("stream_trim", LEARNER_GROUP))
+        return int(self._repeat("stream_trim", LEARNER_GROUP, LOST_FATE))
 
     def ledger(self, group: str) -> LedgerCounts:
         pending, foreign, flat = self._repeat("stream_ledger", group)
@@ -149,10 +149,8 @@ class RedisStream:
     def forget_group(self, group: str) -> bool:
         if group == LEARNER_GROUP:
             raise UsageError(f"{group!r} is the learner's group: what it has not settled would be lost")
-        try:
-            return bool(self._guard.repeat(lambda: self._client.xgroup_destroy(self._stream, group)))
-        finally:
-            self._held.forget_group(group)
+        self._held.forget_group(group)
+        return bool(self._repeat("stream_forget_group", group))
 
     def close(self) -> None:
         self._client.close()
@@ -199,7 +197,7 @@ class RedisStream:
         except exceptions.ResponseError as error:
             if not is_missing_group(error):
                 raise
-        self._scripts.run("stream_make_group", group, int(group == LEARNER_GROUP))
+        self._scripts.run("stream_make_group", group, counted_fate(group, LOST_FATE))
         return call()
 
     def _hold(self, group: str, consumer: str, found: Sequence[Delivery]) -> None:

@@ -4,7 +4,8 @@
 Invariant: an appended entry is delivered to every consumer group until that group acknowledges it, whoever
 dies in between; a (producer, seq) is stored once, and a producer is told when the server has forgotten some;
 `produced + foreign = sum of fates + pending` holds for the learner's group at every instant (appending and counting are
-one atomic act, and so are acknowledging and counting the fate). Held by tests/contract/test_stream.py.
+one atomic act, and so are acknowledging and counting the fate), unless somebody deletes entries from the stream.
+Held by tests/contract/test_stream.py.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class Delivery:
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
     """Groups of one region: `produced` ever appended by producers, `foreign` added by somebody else (counted by the server:
-    all entries ever added, less ours), `fates` by name ("trained", "dropped:age", ...), `pending` counted independently
-    from the stream (undelivered + delivered but not acknowledged)."""
+    all entries ever added, less ours; with them what the learner's group gets a second time because somebody destroyed
+    it), `fates` by name ("trained", "dropped:age", ...), `pending` counted independently from the stream (undelivered +
+    delivered but not acknowledged)."""
 
     produced: int
     pending: int
@@ -62,7 +64,7 @@ class ProducerProgress:
 @dataclass(frozen=True, slots=True)
 class GroupLag:
     """A consumer group's place: entries it has not read, and has read and not acknowledged; `idle_ms`: since a consumer of it
-    last asked (None: it has none)."""
+    last asked (Redis 7.0: last asked and got something), None if it has none."""
 
     name: str
     undelivered: int
@@ -127,7 +129,8 @@ class TrajectoryStream(Protocol):
 
     def trim(self) -> int:
         """Remove entries that every consumer group has acknowledged; returns how many. Nothing goes while the
-        learner's group has never read."""
+        learner's group has never read. What the learner can never be given, because somebody deleted it from the stream
+        before it was delivered, is settled as `LOST_FATE`: no producer waits for it."""
         ...
 
     def ledger(self, group: str) -> LedgerCounts: ...

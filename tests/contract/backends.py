@@ -30,6 +30,7 @@ class Backend:
     dead_letters: Callable[[], list[dict[bytes, bytes]]]
     delete_entry: Callable[[str], object]  # somebody else does
     destroy_group: Callable[[str], object]
+    make_group: Callable[[str], object]
     save: Callable[[], Callable[[], None]]  # what it returns brings the server back to where it was
     set_full: Callable[[bool], object]
     size: Callable[[], dict[str, int]]  # of each thing the server keeps
@@ -55,6 +56,7 @@ def memory_backend() -> Backend:
         lambda: store.dead_letters,
         lambda entry_id: store.entries.pop(tuple(map(int, entry_id.split("-")))),
         lambda group: store.books.groups.pop(group),
+        store.group,
         save,
         lambda full: setattr(store, "max_bytes", int(full) and max(1, store.bytes_used())),
         size,
@@ -93,6 +95,7 @@ def redis_backend(name: str, open_client: Callable[[], redis.Redis], keys: Keys)
         lambda: [fields for _, fields in client.xrange(keys.dead_letters)],
         lambda entry_id: client.xdel(keys.trajectories, entry_id),
         lambda group: client.xgroup_destroy(keys.trajectories, group),
+        lambda group: client.xgroup_create(keys.trajectories, group, id="0"),
         save,
         lambda full: client.config_set("maxmemory", 1 if full else 0),
         size,

@@ -10,7 +10,9 @@ import pytest
 from anabranch.schemas.envelope import Envelope, open_envelope
 from anabranch.schemas.errors import StreamUnavailableError
 from anabranch.schemas.keys import Keys
+from anabranch.transport.held_entries import HeldEntries
 from anabranch.transport.redis_client import connect
+from anabranch.transport.redis_dead_letters import RedisDeadLetters
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
 from tests.contract.flaky_link import FlakyLink
@@ -112,3 +114,31 @@ def test_a_link_that_keeps_losing_replies_ends_in_an_error_within_bounds(far, li
         permits.settle([0])
     assert time.monotonic() - start < 8
     assert link.lost > 1
+
+
+def test_a_requeue_whose_answer_is_lost_has_moved_the_letter_once(client, far, link, keys: Keys):
+    near = RedisStream(client, keys)
+    put(near, entry(0))
+    near.dead_letter(GROUP, near.read(GROUP, "c", max_entries=9, block_ms=0)[0], "unreadable")
+    letters, here = RedisDeadLetters(far, keys), RedisDeadLetters(client, keys)
+    (letter,) = letters.list()
+    assert letters.requeue("1-1") is None
+    link.lose_replies(b"EVALSHA")
+    with pytest.raises(StreamUnavailableError):
+        letters.requeue(letter.letter_id)
+    assert letters.requeue(letter.letter_id) is None
+    counts = near.ledger(GROUP)
+    assert (counts.pending, counts.fates, counts.balanced, here.count()) == (1, {}, True, 0)
+
+
+def test_what_others_have_claimed_is_not_remembered_as_held(client, keys: Keys):
+    """A consumer whose entries are always taken over by another must not remember them for ever."""
+    stream, near = RedisStream(client, keys), RedisStream(client, keys)
+    stream._held = HeldEntries(check_at=10)
+    for first in range(0, 60, 3):
+        put(near, *(entry(seq) for seq in range(first, first + 3)))
+        assert len(stream.read(GROUP, "slow", max_entries=9, block_ms=0)) == 3
+        taken = near.claim_idle(GROUP, "fast", idle_ms=0, max_entries=9)
+        near.settle(GROUP, [(d.entry_id, "trained") for d in taken])
+    assert len(stream._held.of(GROUP, "slow")) < 10
+    assert near.ledger(GROUP).fates == {"trained": 60}

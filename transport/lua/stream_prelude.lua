@@ -71,3 +71,29 @@ local function foreign(counted)
   local ours = (counted['produced'] or 0) + (counted['requeued'] or 0)
   return math.max(0, added - ours) + (counted['again'] or 0)
 end
+
+local function split(id)
+  local ms, seq = string.match(id, '^(%d+)-(%d+)$')
+  return tonumber(ms), tonumber(seq)
+end
+
+-- Settle for the learner's group what it can never be given though it is open: entries that somebody deleted before they
+-- were delivered, and those that a group made in mid-stream passes over. Without the group: entries that are deleted.
+local function settle_lost(fate, group)
+  local last_ms, last_seq = -1, 0
+  if group then
+    last_ms, last_seq = split(group['last-delivered-id'])
+  end
+  for _, id in ipairs(redis.call('HKEYS', OPEN_IDS)) do
+    local ms, seq = split(id)
+    local waits = ms > last_ms or (ms == last_ms and seq > last_seq)
+    if waits then
+      waits = #redis.call('XRANGE', STREAM, id, id) > 0
+    else
+      waits = #redis.call('XPENDING', STREAM, group['name'], id, id, 1) > 0
+    end
+    if not waits then
+      note_fate(id, fate)
+    end
+  end
+end
