@@ -55,8 +55,8 @@ def _add_ls(kinds: Any) -> None:
     parser = _kind(
         kinds, "ls", "entries, bytes and consumer groups of each region", " --config run.toml\n --json --config run.toml\n",
         "not read: entries that the group has not been given. pending: given, and not acknowledged yet (the learner acknowledges\n"
-        "when a checkpoint is durable). last read: since a consumer of the group asked. A group that holds entries and has not\n"
-        "read for 10 minutes is pointed out.",
+        "when a checkpoint is durable). last read: since a consumer of the group asked (Redis 7.0: since one got something). A group\n"
+        "that holds entries and has not read for 10 minutes is pointed out.",
     )  # fmt: skip
     _add_common(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object, region by region")
