@@ -51,7 +51,8 @@ class EngineState(Enum):
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A completed request. `token_ids` int32 [T] (end-of-sequence included), `logprobs` float32 [T] (processed, at the
-    sampling temperature), `finish_reason` "stop" or "length", `text` without the token that ended it and without special tokens."""
+    sampling temperature), `finish_reason` "stop" or "length", `text` without the token that ended it and without special tokens.
+    With any other reason ("abort", "error") vLLM gave the request up; the rest is empty then."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -59,6 +60,10 @@ class Finished:
     spans: tuple[VersionSpan, ...]
     finish_reason: str
     text: str
+
+    @property
+    def complete(self) -> bool:
+        return self.finish_reason in ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +190,18 @@ class RolloutEngine:
             request = self._requests[output.request_id]
             completion = output.outputs[0]
             request.token_ids += completion.token_ids
-            request.logprobs += completion.logprobs.logprobs
+            request.logprobs += completion.logprobs.logprobs if completion.logprobs is not None else []
             if output.finished:
                 del self._requests[output.request_id]
                 finished.append(self._finish(output.request_id, request, completion))
         return finished
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests; unknown ids are ignored."""
-        known = [r for r in request_ids if self._requests.pop(r, None) is not None]
+    def abort(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """Forget these requests; unknown ids are ignored. Returns how many tokens each of them had."""
+        known = {r: len(self._requests.pop(r).token_ids) for r in request_ids if r in self._requests}
         if known:
-            self._engine.abort_request(known)
+            self._engine.abort_request(list(known))
+        return known
 
     def prepare(self, mirror: Mirror, policy: PolicyVersion, changed: Changed) -> bool:
         """Begin to work out the writes of `swap` with the same arguments, beside the steps. Ask again between steps.
@@ -287,6 +293,11 @@ class RolloutEngine:
         self._engine.add_request(request_id, prompt, request.params.clone())
 
     def _finish(self, request_id: str, request: _Request, completion: Any) -> Finished:
+        if completion.finish_reason not in ("stop", "length"):
+            nothing = np.empty(0)
+            return Finished(
+                request_id, nothing.astype(np.int32), nothing.astype(np.float32), (), str(completion.finish_reason), ""
+            )
         spans = completion.weight_versions or []
         tokens = len(request.token_ids)
         ends = [s.start for s in spans[1:]] + [tokens]

@@ -1,9 +1,10 @@
 """The producer's loop: permits in, sampled and scored groups out, weights swapped between two engine steps.
 
-Invariant: one thread drives the engine. A group is started only under a permit and only when the version served
-satisfies the permit; it ends as an entry in the outbox, or as an aborted group whose lease runs out. A swap happens
-only between steps, so every token's tag names the weights that sampled it.
-Held by tests/e2e/test_synchronous.py and tests/e2e/test_survival.py.
+Invariant: one thread drives the engine, and waits for no network and for no single rollout. A group is started only under a
+permit, only when the version served satisfies the permit, and only while the outbox has room for what is in flight; it ends
+by its deadline (producers/running_groups.py) in the outbox, or as a permit that somebody else gets. A swap happens only
+between steps, so every token's tag names the weights that sampled it.
+Held by tests/unit/producers/test_rollout.py, tests/e2e/test_synchronous.py and tests/e2e/test_survival.py.
 """
 
 from __future__ import annotations
@@ -12,27 +13,24 @@ import enum
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import structlog
 
 from anabranch.producers.engine import Finished, RolloutEngine
-from anabranch.producers.environments import Problem
 from anabranch.producers.evaluation import HeldOut
 from anabranch.producers.hub_link import HubLink
 from anabranch.producers.outbox import Outbox
-from anabranch.producers.prompts import Prompts, sample_seed
+from anabranch.producers.prompts import Prompts
+from anabranch.producers.running_groups import Ending, RunningGroup, RunningGroups
 from anabranch.producers.swapper import Swapper
 from anabranch.producers.weight_follower import WeightFollower
 from anabranch.schemas.config import RunConfig
-from anabranch.schemas.errors import DeadlineError
 from anabranch.schemas.metrics import ProducerStatus
 from anabranch.schemas.trajectory import Group, Rollout
-from anabranch.transport.permits import Permit
 
-DRAIN_S = 5.0
+DRAIN_S = 5.0  # how long a stop lets groups in flight run on
 IDLE_S = 0.02  # between two looks for permits: short beside a rollout, long beside an idle turn's cost
 RATE_WINDOW_S = 10.0
 
@@ -44,16 +42,6 @@ class ProducerState(enum.Enum):
     IDLE = "idle"
     DRAINING = "draining"
     DONE = "done"
-
-
-@dataclass(slots=True)
-class _Running:
-    permit: Permit
-    problem: Problem
-    prompt_ids: Sequence[int]
-    started_ms: int
-    started_s: float
-    finished: dict[int, tuple[Finished, int]] = field(default_factory=dict)
 
 
 class RolloutLoop:
@@ -73,7 +61,7 @@ class RolloutLoop:
         self._engine, self._prompts, self._follower, self._link = engine, prompts, follower, link
         self._outbox, self._config, self._producer, self._region = outbox, config, producer, region
         self._clock_ms = clock_ms
-        self._running: dict[int, _Running] = {}
+        self._groups = RunningGroups(engine, config, clock_ms=clock_ms)
         self._heldout = HeldOut(engine, prompts, link, config)
         self._draining_since: float | None = None
         self._rate: deque[tuple[float, int]] = deque()
@@ -86,7 +74,7 @@ class RolloutLoop:
         """Work until the run is finished or `should_stop()`; returns why it ended."""
         while True:
             if self._link.finished is not None:
-                self._abort(list(self._running.values()))
+                self._put(self._groups.stop(send_partial=False))  # nobody waits for them
                 self.state = ProducerState.DONE
                 return f"run finished: {self._link.finished}"
             if should_stop() and self._draining_since is None:
@@ -99,12 +87,15 @@ class RolloutLoop:
 
     def turn(self) -> None:
         """One engine step and everything around it."""
+        self._put(self._groups.turn(lost=self._link.lost(), may_submit=not self._swapper.settling))
+        self._heldout.give_up_if_overdue()
         if not self._heldout.busy:
             self._swapper.turn()
         if self._link.verification:
             self._swapper.answer(self._link.verification)
         self._start_groups()
-        self._send()
+        self._release_appended()
+        self._outbox.check()
         self.state = self._state_now()
         if not self._engine.has_unfinished:
             if self._swapper.blocked:
@@ -114,12 +105,12 @@ class RolloutLoop:
             return
         for finished in self._engine.step():
             self._take_finished(finished)
-        self._drop_overdue()
 
     def status(self) -> ProducerStatus:
         """Called from the hub link's thread; reads plain attributes only."""
         now = time.monotonic()
         recent = [(t, n) for t, n in list(self._rate) if now - t < RATE_WINDOW_S]
+        counts = self._groups.counts
         policy, swapper, serving = self._engine.policy, self._swapper, self._follower.serving
         return ProducerStatus(
             updated_ms=self._clock_ms(),
@@ -130,7 +121,16 @@ class RolloutLoop:
             served_since_ms=swapper.served_since_ms,
             tokens_per_s=sum(n for _, n in recent) / RATE_WINDOW_S,
             groups_done=self._groups_done,
-            groups_running=len(self._running),
+            groups_running=len(self._groups),
+            groups_partial=counts.groups[Ending.PARTIAL],
+            groups_given_up=counts.groups[Ending.GIVEN_UP],
+            groups_lost=counts.groups[Ending.LOST],
+            rollouts_aborted=counts.rollouts_aborted,
+            rollouts_failed=counts.rollouts_failed,
+            rollouts_retried=counts.rollouts_retried,
+            rollouts_cut=counts.rollouts_cut,
+            tokens_cut=counts.tokens_cut,
+            groups_spooled=len(self._outbox),
             swaps=swapper.swaps,
             last_swap_pause_ms=swapper.pause_ms,
             publish_to_serve_ms=swapper.publish_to_serve_ms,
@@ -153,103 +153,84 @@ class RolloutLoop:
 
     def _start_groups(self) -> None:
         if self._draining_since is not None:
+            self._link.want(0, self._engine.policy)
             return
         settling = self._swapper.settling
-        if not self._heldout.busy and not self._running and not self._swapper.busy and not settling:
+        if not self._heldout.busy and not len(self._groups) and not self._swapper.busy and not settling:
             self._heldout.start_if_granted()
         config = self._config.producer
-        full = len(self._outbox) > config.groups_in_flight
-        free = 0 if full else config.groups_in_flight - len(self._running)
-        reserve = max(1, config.groups_in_flight // 4)
-        self._link.want(free + reserve if not full else 0, self._engine.policy)
+        if not self._outbox.accepts:
+            self._link.want(0, self._engine.policy)
+            self._link.hand_back_granted()  # for as long as the outbox is full, they are better off elsewhere
+            return
+        free = config.groups_in_flight - len(self._groups)
+        self._link.want(free + max(1, config.groups_in_flight // 4), self._engine.policy)
         if free <= 0 or settling or self._heldout.busy or self._link.evaluation_waits:
             return
         for permit in self._link.take(free):
-            self._start(permit)
-
-    def _start(self, permit: Permit) -> None:
-        problem, prompt_ids = self._prompts.training(permit.group_index)
-        running = _Running(permit, problem, prompt_ids, self._clock_ms(), time.monotonic())
-        self._running[permit.group_index] = running
-        for sample in range(self._config.sampling.group_size):
-            seed = sample_seed(self._config.run.seed, "train", permit.group_index, sample)
-            self._engine.submit(f"{permit.group_index}.{sample}", prompt_ids, seed=seed)
+            self._groups.start(permit, *self._prompts.training(permit.group_index))
 
     def _take_finished(self, finished: Finished) -> None:
         self._rate.append((time.monotonic(), len(finished.token_ids)))
         while self._rate and time.monotonic() - self._rate[0][0] > RATE_WINDOW_S:
             self._rate.popleft()
-        if self._heldout.take(finished):
-            return
-        index, _, sample = finished.request_id.partition(".")
-        running = self._running.get(int(index))
-        if running is None:
-            return  # aborted meanwhile
-        running.finished[int(sample)] = (finished, self._clock_ms())
-        if len(running.finished) == self._config.sampling.group_size:
-            del self._running[int(index)]
-            self._outbox.put(self._group(running))
-            self._groups_done += 1
-            self._send()
+        if not self._heldout.take(finished):
+            self._groups.take(finished)
 
-    def _send(self) -> None:
+    def _put(self, ended: Iterable[tuple[RunningGroup, Ending]]) -> None:
+        for group, ending in ended:
+            match ending:
+                case Ending.COMPLETE | Ending.PARTIAL:
+                    self._outbox.put(self._group(group))
+                    self._link.hold(group.index)
+                    self._groups_done += 1
+                case Ending.GIVEN_UP:
+                    self._link.give_up(group.index)
+                case Ending.STOPPED:
+                    self._link.hand_back(group.index)
+                case Ending.LOST:
+                    self._link.release(group.index)
+
+    def _release_appended(self) -> None:
         """What is stored needs no permit any more; what still waits does, or somebody else would sample it again."""
-        for index in self._outbox.flush():
+        for index in self._outbox.appended():
             self._link.release(index)
 
-    def _group(self, running: _Running) -> Group:
+    def _group(self, running: RunningGroup) -> Group:
         return Group(
             run=self._config.run.name,
             region=self._region,
             producer=self._producer,
-            group_index=running.permit.group_index,
+            group_index=running.index,
             attempt=running.permit.attempt,
             prompt_token_ids=np.asarray(running.prompt_ids, dtype=np.int32),
             prompt_text=running.problem.prompt_text,
             answer=running.problem.answer,
             rollouts=tuple(
                 Rollout(
-                    sample_index=sample,
+                    sample_index=sample.number,
                     token_ids=done.token_ids,
                     logprobs=done.logprobs,
                     spans=done.spans,
                     reward=self._prompts.score(running.problem, done.text),
                     finish_reason=done.finish_reason,
                     text=done.text,
-                    started_ms=running.started_ms,
-                    finished_ms=at_ms,
+                    started_ms=sample.started_ms,
+                    finished_ms=sample.finished_ms,
                 )
-                for sample, (done, at_ms) in sorted(running.finished.items())
+                for sample in running.samples
+                if (done := sample.finished) is not None
             ),
+            group_size=len(running.samples),
         )
 
-    def _drop_overdue(self) -> None:
-        now, limit = time.monotonic(), self._config.producer.rollout_deadline_s
-        lost = self._link.lost()
-        overdue = [r for g, r in self._running.items() if now - r.started_s > limit or g in lost]
-        if overdue:
-            self._log.warning("groups aborted", groups=[r.permit.group_index for r in overdue], deadline_s=limit)
-            self._abort(overdue)
-
-    def _abort(self, groups: Iterable[_Running]) -> None:
-        for running in list(groups):
-            index = running.permit.group_index
-            self._running.pop(index, None)
-            left = [s for s in range(self._config.sampling.group_size) if s not in running.finished]
-            self._engine.abort([f"{index}.{sample}" for sample in left])
-            self._link.release(index)
-
     def _drained(self) -> bool:
-        """Whether a stop may complete: groups in flight are finished (or their time is up) and appended."""
+        """Whether a stop may complete: groups in flight have ended, or their time is up. The outbox is on disk."""
         assert self._draining_since is not None
         self.state = ProducerState.DRAINING
-        if time.monotonic() - self._draining_since < DRAIN_S:
-            return not self._running and not len(self._outbox)
-        self._abort(list(self._running.values()))
-        if len(self._outbox):
-            raise DeadlineError.waiting_for(
-                f"region {self._region} to take the last {len(self._outbox)} groups", DRAIN_S
-            )
+        if len(self._groups) and time.monotonic() - self._draining_since < DRAIN_S:
+            return False
+        self._put(self._groups.stop(send_partial=True))
         return True
 
     def _state_now(self) -> ProducerState:
@@ -264,10 +245,10 @@ class RolloutLoop:
     def _waiting_for(self) -> str:
         if self._engine.policy is None:
             return "the first weights on the channel"
-        if self._swapper.settling and self._running:
+        if self._swapper.settling and len(self._groups):
             return "running requests to end before the next weights"
-        if self._outbox.error:
-            return f"region {self._region}: {len(self._outbox)} groups to append"
+        if self._outbox.waiting_for:
+            return self._outbox.waiting_for
         if self.state is ProducerState.IDLE:
             wanted = self._link.wants_policy
             return "permits" if wanted is None else f"weights {wanted} or newer, which the permits at hand ask for"

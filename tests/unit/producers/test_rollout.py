@@ -1,22 +1,27 @@
-"""The producer's loop: what it starts, what it waits for, what it reports."""
+"""The producer's loop: what it starts, what it waits for, what it reports, and what becomes of a group."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from anabranch.producers.engine import EngineState
+from anabranch.producers import rollout
+from anabranch.producers.engine import EngineState, Finished
 from anabranch.producers.rollout import ProducerState, RolloutLoop
 from anabranch.producers.weight_follower import FollowerState, Staged
 from anabranch.schemas.config import RunConfig
-from anabranch.schemas.errors import DeltaError
-from anabranch.schemas.versions import PolicyVersion
+from anabranch.schemas.errors import DeadlineError, DeltaError, RewardError
+from anabranch.schemas.trajectory import Group, decode_group, encode_group
+from anabranch.schemas.versions import PolicyVersion, VersionSpan
 from anabranch.transport.permits import Permit
 
 SERVED = Staged(PolicyVersion(1, 2), "0" * 32, {}, 70, ("anchor e1.v0", "skip2 e1.v2"), 0, 1)
 NEXT = Staged(PolicyVersion(1, 3), "1" * 32, {}, 7, ("delta e1.v3",), 0, 2)
+SIZE = 4
 
 
 class Follower:
@@ -37,49 +42,229 @@ class Follower:
 
 
 class Outbox:
-    error = ""
+    def __init__(self) -> None:
+        self.error = self.waiting_for = ""
+        self.accepts = True
+        self.groups: list[Group] = []
+        self.stored: list[int] = []
+        self.failure: Exception | None = None
 
     def __len__(self) -> int:
-        return 0
+        return len(self.groups)
 
-    def flush(self) -> list[int]:
-        return []
+    def put(self, group: Group) -> None:
+        self.groups.append(decode_group(encode_group(group)))
+
+    def appended(self) -> list[int]:
+        stored, self.stored = self.stored, []
+        return stored
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+class Engine:
+    """Runs what is started until the test finishes it, and refuses every swap."""
+
+    def __init__(self) -> None:
+        self.state, self.policy = EngineState.SERVING, PolicyVersion(1, 2)
+        self.live_digest = lambda: "0" * 32
+        self.submitted: list[str] = []
+        self.running: list[str] = []
+        self.finishing: list[Finished] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running)
+
+    def submit(self, request_id: str, prompt: object, *, seed: int) -> None:
+        self.submitted.append(request_id)
+        self.running.append(request_id)
+
+    def step(self) -> list[Finished]:
+        done, self.finishing = self.finishing, []
+        return done
+
+    def finish(self, *names: str, reason: str = "stop") -> None:
+        """Requests whose id begins with one of `names`."""
+        for request_id in [r for r in self.running if r.startswith(names)]:
+            self.running.remove(request_id)
+            spans = (VersionSpan(PolicyVersion(1, 2), 0),)
+            one = np.ones(1, np.int32)
+            self.finishing.append(Finished(request_id, one, np.zeros(1, np.float32), spans, reason, "x"))
+        self.running = self.running or ["other"]  # so that the loop steps
+
+    def abort(self, request_ids: Iterable[str]) -> dict[str, int]:
+        gone = {r: 1 for r in request_ids if r in self.running}
+        self.running = [r for r in self.running if r not in gone]
+        return gone
+
+    def prepare(self, *_: object) -> bool:
+        return True
+
+    def swap(self, *_: object) -> None:
+        raise DeltaError("an index is out of range")
 
 
 class World:
-    """A loop whose engine runs what is started for ever, and refuses every swap."""
-
-    def __init__(self, kv_policy: str = "keep") -> None:
-        self.submitted: list[str] = []
-        self.engine = SimpleNamespace(
-            state=EngineState.SERVING,
-            policy=PolicyVersion(1, 2),
-            has_unfinished=False,
-            submit=lambda request_id, *_, **__: self.submitted.append(request_id),
-            step=list,
-            prepare=lambda *_: True,
-            swap=self._refuse,
-            live_digest=lambda: "0" * 32,
-        )
-        self.follower = Follower()
+    def __init__(self, kv_policy: str = "keep", *, groups: int = 2, min_group_size: int | None = 2) -> None:
+        self.engine, self.follower, self.outbox = Engine(), Follower(), Outbox()
         self.permits = [Permit(i, 0, PolicyVersion(1, 0)) for i in range(9)]
+        self.told: list[tuple[str, int]] = []
+        self.wanted = 0
         self.link = SimpleNamespace(
-            want=lambda *_: None,
+            want=lambda n, _: setattr(self, "wanted", n),
             take=lambda n: [self.permits.pop(0) for _ in range(n)],
             take_evaluation=lambda: None,
             evaluation_waits=False,
             verification=None,
+            finished=None,
             error="",
             lost=lambda: set(),
             wants_policy=None,
+            hand_back_granted=lambda: self.told.append(("hand_back_granted", -1)),
+            **{
+                name: lambda index, name=name: self.told.append((name, index))
+                for name in ("hold", "release", "give_up", "hand_back")
+            },
         )
-        prompts = SimpleNamespace(training=lambda index: (None, [1, 2, 3]))
-        config = RunConfig.model_validate({"producer": {"kv_policy": kv_policy, "groups_in_flight": 2}})
-        parts: Any = self.engine, prompts, self.follower, self.link, Outbox()
+        self.score: Any = lambda problem, text: 1.0
+        problem = SimpleNamespace(prompt_text="?", answer="x")
+        prompts = SimpleNamespace(
+            training=lambda index: (problem, [1, 2, 3]), score=lambda problem, text: self.score(problem, text)
+        )
+        config = RunConfig.model_validate(
+            {
+                "producer": {"kv_policy": kv_policy, "groups_in_flight": groups},
+                "sampling": {"group_size": SIZE, "min_group_size": min_group_size},
+            }
+        )
+        parts: Any = self.engine, prompts, self.follower, self.link, self.outbox
         self.loop = RolloutLoop(*parts, config, producer="p", region="local")
 
-    def _refuse(self, *_: object) -> None:
-        raise DeltaError("an index is out of range")
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `time.monotonic` says, in a list of one."""
+    now = [1000.0]
+    clocks = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None, time_ns=lambda: 0)
+    monkeypatch.setattr(rollout, "time", clocks)
+    return now
+
+
+def test_a_finished_group_is_put_and_keeps_its_lease_until_the_stream_has_it() -> None:
+    world = World(groups=1)
+    world.loop.turn()
+    world.engine.finish("0.")
+    world.loop.turn()
+    world.loop.turn()
+    (group,) = world.outbox.groups
+    assert (group.group_index, group.group_size, group.partial, len(group.rollouts)) == (0, SIZE, False, SIZE)
+    assert world.told == [("hold", 0)]
+    assert world.engine.submitted[SIZE].startswith("1."), "the next one has begun"
+    world.outbox.stored = [0]
+    world.loop.turn()
+    assert world.told == [("hold", 0), ("release", 0)]
+
+
+def test_a_partial_group_says_what_was_asked_for() -> None:
+    world = World(groups=1)
+    world.loop.turn()
+    world.engine.finish("0.1", "0.3")
+    world.loop.turn()
+    for _ in range(8):
+        world.engine.finish("0.0", "0.2", reason="error")
+        world.loop.turn()
+    (group,) = world.outbox.groups
+    assert (group.group_size, group.partial, [r.sample_index for r in group.rollouts]) == (SIZE, True, [1, 3])
+    status = world.loop.status()
+    assert (status.groups_partial, status.rollouts_failed, status.rollouts_cut, status.groups_spooled) == (1, 6, 2, 1)
+
+
+def test_what_cannot_be_finished_is_given_up_and_what_is_lost_is_released() -> None:
+    world = World()
+    world.loop.turn()
+    world.link.lost = lambda: {1}
+    for _ in range(8):
+        world.engine.finish("0.", reason="error")
+        world.loop.turn()
+    assert set(world.told) == {("give_up", 0), ("release", 1)}
+    assert (world.loop.status().groups_given_up, world.loop.status().groups_lost) == (1, 1)
+    assert not world.outbox.groups
+
+
+def test_a_full_spool_starts_nothing_finishes_what_runs_and_says_so() -> None:
+    world = World(groups=1)
+    world.loop.turn()
+    world.outbox.accepts, world.outbox.waiting_for = False, "the disk of the spool: no space left"
+    started = len(world.engine.submitted)
+    world.engine.finish("0.")
+    for _ in range(3):
+        world.loop.turn()
+    assert len(world.outbox.groups) == 1
+    assert (len(world.engine.submitted), world.wanted) == (started, 0)
+    assert ("hand_back_granted", -1) in world.told, "others may have what waits here"
+    assert world.loop.status().waiting_for == "the disk of the spool: no space left"
+    world.outbox.accepts = True
+    world.loop.turn()
+    assert len(world.engine.submitted) > started
+    world.outbox.failure = DeadlineError("gave up waiting for the disk")
+    with pytest.raises(DeadlineError, match="the disk"):
+        world.loop.turn()
+
+
+def test_a_scorer_that_fails_ends_the_process() -> None:
+    world = World(groups=1)
+    world.loop.turn()
+
+    def broken(*_: object) -> float:
+        raise RewardError("no finite number")
+
+    world.score = broken
+    world.engine.finish("0.")
+    world.loop.turn()
+    with pytest.raises(RewardError):
+        world.loop.turn()
+
+
+def test_a_stop_lets_groups_end_for_a_while_and_waits_for_no_network(clock: list[float]) -> None:
+    world = World()
+    world.loop.turn()
+    started = len(world.engine.submitted)
+    world.outbox.error = "region local is away"
+    stop = [False, True]
+
+    def turns() -> None:
+        clock[0] += 2
+        if clock[0] == 1004:
+            world.engine.finish("0.", "1.0", "1.1")
+
+    assert world.loop.run(lambda: stop.pop() if len(stop) > 1 else True, heartbeat=turns) == "stopped"
+    assert 1000 + rollout.DRAIN_S <= clock[0] <= 1008
+    assert [(g.group_index, g.partial) for g in world.outbox.groups] == [(0, False), (1, True)]
+    assert (len(world.engine.submitted), world.loop.state) == (started, ProducerState.DONE)
+    assert world.wanted == 0
+
+
+def test_a_stop_ends_at_once_when_nothing_runs_and_hands_back_what_cannot_be_sent(clock: list[float]) -> None:
+    world = World(min_group_size=None)
+    world.loop.turn()
+    assert world.loop.run(lambda: True, heartbeat=lambda: clock.__setitem__(0, clock[0] + 2)) == "stopped"
+    assert world.told == [("hand_back", 0), ("hand_back", 1)]
+    before = clock[0]
+    assert world.loop.run(lambda: True) == "stopped"
+    assert clock[0] == before
+
+
+def test_at_the_end_of_the_run_stragglers_hold_nobody() -> None:
+    world = World()
+    world.loop.turn()
+    world.engine.finish("0.0", "0.1", "0.2")
+    world.loop.turn()
+    world.link.finished = "all steps done"
+    assert world.loop.run(lambda: False) == "run finished: all steps done"
+    assert (world.outbox.groups, [r for r in world.engine.running if r != "other"]) == ([], [])
 
 
 def test_a_refused_swap_is_reported_and_sampling_goes_on() -> None:
@@ -87,23 +272,24 @@ def test_a_refused_swap_is_reported_and_sampling_goes_on() -> None:
     world.follower.offer = NEXT
     world.loop.turn()
     assert world.loop.status().last_error == "swap to e1.v3 refused: an index is out of range"
-    assert world.submitted, "groups are started under the old version"
+    assert world.engine.submitted, "groups are started under the old version"
 
 
 def test_under_new_requests_only_no_group_starts_while_an_update_waits() -> None:
     world = World("new_requests_only")
     world.loop.turn()
-    world.engine.has_unfinished = True
-    started = len(world.submitted)
+    started = len(world.engine.submitted)
     assert started
     world.follower.offer = NEXT
-    world.loop._running.pop(0)  # one of two groups has ended
+    world.engine.finish("0.")
     world.loop.turn()
-    assert len(world.submitted) == started
+    world.loop.turn()
+    assert len(world.outbox.groups) == 1
+    assert len(world.engine.submitted) == started
     assert world.loop.status().waiting_for == "running requests to end before the next weights"
     world.follower.offer = None
     world.loop.turn()
-    assert len(world.submitted) > started
+    assert len(world.engine.submitted) > started
 
 
 def test_a_request_to_verify_is_answered_once() -> None:
@@ -123,7 +309,7 @@ def test_its_state_says_whether_it_samples_or_idles() -> None:
     assert (world.loop.state, world.loop.status().waiting_for) == (ProducerState.IDLE, "permits")
     world.link.wants_policy = PolicyVersion(2, 9)
     assert world.loop.status().waiting_for == "weights e2.v9 or newer, which the permits at hand ask for"
-    world.engine.has_unfinished = True
+    world.engine.running = ["other"]
     world.loop.turn()
     assert (world.loop.state, world.loop.status().waiting_for) == (ProducerState.SAMPLING, "")
 
