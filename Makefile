@@ -5,9 +5,13 @@ VENV := .venv/bin
 # -I: neither the working directory nor user site-packages can shadow an import
 PY := $(VENV)/python -I
 ARGS ?=
+FAULTS ?= 25
+SEED ?= 1
+# a program that makes a link between two network namespaces (docs/chaos.md)
+LINK ?= ../shared/tunlink.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo test chaos check bench docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -28,6 +32,9 @@ test: setup ## all tests (ARGS="-k name" for some)
 	if [ -n "$$lacking" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends $$lacking; fi
 	@$(PY) -m pytest $(ARGS)
+
+chaos: setup ## break the whole pipeline and account for every group, as root (FAULTS=25 SEED=1 LINK=PROGRAM ARGS="--report FILE")
+	@$(PY) -m anabranch.cli.main chaos run --program "$(LINK)" --faults $(FAULTS) --seed $(SEED) $(ARGS)
 
 check: setup ## ruff, mypy, import rules
 	@$(VENV)/ruff check .

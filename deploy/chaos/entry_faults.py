@@ -10,6 +10,7 @@ import random
 
 import redis
 
+from anabranch.deploy.chaos.evidence import flat, order
 from anabranch.deploy.chaos.fault import Fault, FaultPlan
 from anabranch.deploy.chaos.lab import Lab
 from anabranch.deploy.chaos.monitor import plain
@@ -165,9 +166,9 @@ def newest(lab: Lab, region: str) -> Envelope | None:
     """A copy of the newest entry of a real producer."""
     entries = lab.servers[region].execute_command("XREVRANGE", lab.keys.trajectories, "+", "-", "COUNT", 8)
     for _, fields in entries or []:
-        flat = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-        if not flat.get(b"producer", b"chaos-").startswith(b"chaos-"):
-            return open_envelope(flat, max_entry_bytes=lab.place.config.stream.max_entry_bytes)
+        entry = flat(fields)
+        if not entry.get(b"producer", b"chaos-").startswith(b"chaos-"):
+            return open_envelope(entry, max_entry_bytes=lab.place.config.stream.max_entry_bytes)
     return None
 
 
@@ -176,8 +177,7 @@ def append_new(lab: Lab, region: str, envelope: Envelope) -> str | None:
     lab.streams[region].append([envelope], floor=envelope.seq)
     entries = lab.servers[region].execute_command("XREVRANGE", lab.keys.trajectories, "+", "-", "COUNT", 64)
     for entry_id, fields in entries or []:
-        flat = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-        if flat.get(b"producer") == envelope.producer.encode():
+        if flat(fields).get(b"producer") == envelope.producer.encode():
             return str(entry_id.decode())
     return "0-1"  # the learner was quicker
 
@@ -186,23 +186,23 @@ def copies(lab: Lab, region: str, envelope: Envelope) -> int:
     """How often one (producer, seq) stands in the stream."""
     entries = lab.servers[region].execute_command("XREVRANGE", lab.keys.trajectories, "+", "-", "COUNT", 64)
     name = (envelope.producer.encode(), str(envelope.seq).encode())
-    flats = [f if isinstance(f, dict) else dict(zip(f[::2], f[1::2], strict=True)) for _, f in entries or []]
-    return sum((flat.get(b"producer"), flat.get(b"seq")) == name for flat in flats)
+    found = [flat(fields) for _, fields in entries or []]
+    return sum((entry.get(b"producer"), entry.get(b"seq")) == name for entry in found)
 
 
 def is_settled(lab: Lab, region: str, entry_id: str) -> bool:
     """Whether the learner's group has read and acknowledged it (or passed it: a server that forgot it)."""
     server, key = lab.servers[region], lab.keys.trajectories
-    groups = map(plain, server.execute_command("XINFO", "GROUPS", key))
-    last = next((g["last-delivered-id"] for g in groups if g["name"] == LEARNER_GROUP.encode()), b"0-0")
-    if _order(last.decode()) < _order(entry_id):
+    if order(last_delivered(server, key)) < order(entry_id):
         return False
     return not server.execute_command("XPENDING", key, LEARNER_GROUP, entry_id, entry_id, 1)
 
 
-def _order(entry_id: str) -> tuple[int, int]:
-    ms, _, number = entry_id.partition("-")
-    return int(ms), int(number)
+def last_delivered(server: redis.Redis, key: str) -> str:
+    """The newest entry that the learner's group has read."""
+    groups = map(plain, server.execute_command("XINFO", "GROUPS", key))
+    last = next((g["last-delivered-id"] for g in groups if g["name"] == LEARNER_GROUP.encode()), b"0-0")
+    return str(last.decode())
 
 
 KINDS: tuple[type[Fault], ...] = (CorruptEntry, Garbage, AnotherProducer, SameAgain, DeadConsumer)

@@ -19,7 +19,7 @@ from anabranch.deploy.chaos.place import set_server_clock
 from anabranch.deploy.chaos.stepped_clock import write_offset
 
 _FILLER = ".filler"
-_NO_MEMORY = 2**20  # less than any server of ours takes
+NO_MEMORY = 2**20  # less than any server of ours takes
 STEPS_S = (1.0, -1.0, 30.0, -30.0, 3600.0, -3600.0)
 
 
@@ -95,7 +95,7 @@ class NoMemory(Fault):
         self._limited: set[str] = set()
 
     def inject(self, lab: Lab) -> bool:
-        self._limited = {site for site in lab.servers if set_memory(lab, site, _NO_MEMORY)}
+        self._limited = {site for site in lab.servers if set_memory(lab, site, NO_MEMORY)}
         return bool(self._limited)
 
     def lift(self, lab: Lab) -> bool:

@@ -28,7 +28,9 @@ def draw(path: Path, watch: Watch, began: float, facts: dict[str, Any]) -> None:
     rate.plot(
         minutes, range(1, len(minutes) + 1), color=BLUE, linewidth=1.5, label="steps made, repeated ones included"
     )
-    for index, fault in enumerate(f for f in facts.get("faults", ()) if f["injected_s"] is not None):
+    for index, fault in enumerate(
+        f for f in (*facts.get("faults", ()), *facts.get("marks", ())) if f["injected_s"] is not None
+    ):
         label = "fault" if index == 0 else None
         rate.axvline(fault["injected_s"] / 60, color=RED, linewidth=0.4, alpha=0.5, label=label)
     rate.set_ylabel("steps")

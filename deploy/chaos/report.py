@@ -39,7 +39,7 @@ def write(target: Path, ending: Ending, facts: dict[str, Any]) -> None:
     facts["steps"], facts["longest_gap_s"] = len(ending.watch.steps), longest_gap(ending.watch.steps)
     facts["ledger"] = {r: {"produced": b.produced, "foreign": b.foreign, "pending": b.pending, "fates": b.fates}
                        for r, b in ending.evidence.books.items()}  # fmt: skip
-    for fault in facts.get("faults", ()):
+    for fault in (*facts.get("faults", ()), *facts.get("marks", ())):
         for key in ("injected_s", "lifted_s"):
             fault[key] = round(fault[key] - ending.began, 1) if fault[key] else None
         fault["heal_s"] = None if fault["heal_s"] is None else round(fault["heal_s"], 1)
@@ -56,7 +56,7 @@ def markdown(facts: dict[str, Any], drawing: str) -> str:
     lines += [
         f"`{facts['command']}`, {facts['wall_s'] / 60:.1f} minutes, {held}"
         + (f" (ended early: {facts['ended']})" if facts["ended"] else "") + ".",
-        f"Machine: {machine.get('cpus')} × {machine.get('cpu')}; {facts['steps']} steps, "
+        f"{machine['cores']} cores, {machine['processor']}, {machine['memory_gb']} GB; {facts['steps']} steps, "
         f"longest time without one {facts['longest_gap_s']:.0f} s.", "",
     ]  # fmt: skip
     lines += ["## Verdict", ""]
