@@ -30,6 +30,7 @@ class StepRecord(Record):
     grad_norm: float
     lr: float
     groups: int = Field(description="groups in the batch")
+    partial_groups: int = Field(default=0, description="of these, sent at their deadline with some of their rollouts")
     rollouts: int
     tokens: int = Field(description="completion tokens in the batch")
     zero_advantage_fraction: float = Field(description="share of groups whose rollouts all scored the same")
@@ -63,7 +64,12 @@ class StepRecord(Record):
     delta_bytes: int = Field(description="of that version's delta; 0 before the first one")
     full_bytes: int
     changed_fraction: float = Field(description="of that version's delta: share of elements that it changed")
-    queue_depth: dict[str, int] = Field(default_factory=dict, description="region -> groups pending")
+    queue_depth: dict[str, int] = Field(
+        default_factory=dict, description="region -> groups that the learner holds for a later batch"
+    )
+    pending: dict[str, int] = Field(
+        default_factory=dict, description="region -> groups in its stream without a fate, when last counted"
+    )
     tokens_per_s: dict[str, float] = Field(default_factory=dict, description="region -> tokens sampled per second")
     versions_served: dict[str, str] = Field(default_factory=dict, description="producer -> policy tag")
     eta_s: float | None = None
@@ -91,6 +97,17 @@ class NoteRecord(Record):
 AnyRecord = Annotated[StepRecord | EvaluationRecord | NoteRecord, Field(discriminator="event")]
 
 
+class RegionCounts(BaseModel):
+    """A region's ledger as the learner last read it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    produced: int
+    foreign: int = 0
+    pending: int
+    fates: dict[str, int] = Field(default_factory=dict)
+    at_ms: int = Field(description="Unix time, the learner's clock")
+
+
 class LearnerStatus(BaseModel):
     """The learner's line on the hub, refreshed at every change of state and at least every few seconds."""
 
@@ -102,6 +119,9 @@ class LearnerStatus(BaseModel):
     steps_total: int
     epoch: int
     version: int
+    regions: dict[str, str] = Field(default_factory=dict, description="region -> how reading it goes, and since when")
+    ledger: dict[str, RegionCounts] = Field(default_factory=dict, description="region -> its last counts")
+    alarms: tuple[str, ...] = Field(default=(), description="what is wrong with ledger or fate log now")
 
 
 class ProducerStatus(BaseModel):
@@ -117,6 +137,15 @@ class ProducerStatus(BaseModel):
     tokens_per_s: float = 0.0
     groups_done: int = 0
     groups_running: int = 0
+    groups_partial: int = Field(default=0, description="sent at their deadline without all of their rollouts")
+    groups_given_up: int = Field(default=0, description="at their deadline, with too few rollouts to be sent")
+    groups_lost: int = Field(default=0, description="let go because their lease went to somebody else")
+    groups_spooled: int = Field(default=0, description="finished, and not in the region's stream yet")
+    rollouts_aborted: int = Field(default=0, description="at their deadline")
+    rollouts_failed: int = Field(default=0, description="refused or given up by the engine")
+    rollouts_retried: int = Field(default=0, description="started again, with another seed")
+    rollouts_cut: int = Field(default=0, description="unfinished when their group ended")
+    tokens_cut: int = Field(default=0, description="sampled for rollouts that were aborted or cut")
     swaps: int = 0
     last_swap_pause_ms: float = 0.0
     publish_to_serve_ms: float = Field(
