@@ -1,25 +1,26 @@
 """Admission by age and assembly of batches.
 
-Invariant: a group index leaves `GroupQueue` for training at most once in its life; an entry seen twice (a claim, a
-reconnect) is recognised and not counted again; no group with a token older than the bound is ever in a batch, since
-`take` sweeps before it assembles. The order of a batch depends only on which groups are in it. Pure: no I/O, no clock.
-Held by tests/unit/consumers/test_batcher.py.
+Invariant: a group index leaves `GroupQueue` for training at most once in its life; a delivery seen twice (a claim, a
+reconnect, a server that forgot it and got it again under another entry id) is recognised by its identity and not counted
+again; no group with a token older than the bound is ever in a batch, since `take` sweeps before it assembles. The order of a
+batch depends only on which groups are in it. Pure: no I/O, no clock. Held by tests/unit/consumers/test_batcher.py.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
-from anabranch.consumers.reader import Arrival
+from anabranch.consumers.arrivals import Arrival
+from anabranch.schemas.fates import Identity
 from anabranch.schemas.versions import Forks, PolicyVersion, policy_age
 
 
 class Verdict(enum.Enum):
     QUEUED = "queued"
-    DUPLICATE = "duplicate"  # another entry of this group index was queued or trained: drop this one
-    SEEN = "seen"  # this very entry is queued or waits for its acknowledgement already: do nothing
+    DUPLICATE = "duplicate"  # another delivery of this group index was queued or trained: drop this one
+    SEEN = "seen"  # this very delivery is queued or waits for its acknowledgement already: nothing more to do
 
 
 def group_age(arrival: Arrival, now: PolicyVersion, forks: Forks) -> int:
@@ -28,33 +29,46 @@ def group_age(arrival: Arrival, now: PolicyVersion, forks: Forks) -> int:
     return max(policy_age(policy, now, forks) for policy in policies)
 
 
-class TrainedSet:
-    """Group indices consumed by an optimizer step: everything below `below`, and `beyond`."""
+def claims_the_future(arrival: Arrival, now: PolicyVersion) -> bool:
+    """Whether a token claims a policy beyond `now`: no such weights exist."""
+    return any(span.policy > now for rollout in arrival.group.rollouts for span in rollout.spans)
 
-    def __init__(self, below: int = 0, beyond: Iterable[int] = ()) -> None:
+
+class TrainedSet:
+    """Group indices that no step will consume any more: all below `below`, `beyond`, and those `abandoned`, which never
+    arrive (see transport/permits.py) and whose places went to others."""
+
+    def __init__(self, below: int = 0, beyond: Iterable[int] = (), abandoned: Iterable[int] = ()) -> None:
         self.below = below
         self.beyond = set(beyond)
+        self.abandoned = frozenset(abandoned)  # replaced, never changed: another thread may look at it
 
     def add(self, indices: Iterable[int]) -> None:
         self.beyond.update(index for index in indices if index >= self.below)
-        while self.below in self.beyond:
-            self.beyond.remove(self.below)
-            self.below += 1
+        self._advance()
+
+    def skip(self, abandoned: Iterable[int]) -> None:
+        self.abandoned |= set(abandoned)
+        self._advance()
 
     def __contains__(self, index: object) -> bool:
-        return isinstance(index, int) and (index < self.below or index in self.beyond)
+        return isinstance(index, int) and (index < self.below or index in self.beyond or index in self.abandoned)
 
     def indices(self) -> set[int]:
-        return set(range(self.below)) | self.beyond
+        return set(range(self.below)) | self.beyond | self.abandoned
+
+    def _advance(self) -> None:
+        while self.below in self.beyond or self.below in self.abandoned:
+            self.beyond.discard(self.below)
+            self.below += 1
 
 
 class GroupQueue:
-    """Groups that have arrived and wait for a batch."""
+    """Groups that have arrived and wait for a batch, and which entries carry them until they are settled."""
 
-    def __init__(self, trained: TrainedSet, *, unacknowledged: Collection[tuple[str, str]] = ()) -> None:
-        """`unacknowledged`: (region, entry id) of entries in `trained` that are not settled in their stream yet."""
+    def __init__(self, trained: TrainedSet) -> None:
         self._trained = trained
-        self._entries: set[tuple[str, str]] = set(unacknowledged)
+        self._entries: dict[Identity, list[str]] = {}  # newest entry id first
         self._queue: dict[int, Arrival] = {}
 
     def __len__(self) -> int:
@@ -69,24 +83,33 @@ class GroupQueue:
         return dict(Counter(arrival.region for arrival in self._queue.values()))
 
     def offer(self, arrival: Arrival) -> Verdict:
-        entry = (arrival.region, arrival.entry_id)
-        if entry in self._entries:
+        if arrival.identity in self._entries:
+            entries = self._entries[arrival.identity]
+            if arrival.entry_id not in entries:
+                entries.insert(0, arrival.entry_id)
             return Verdict.SEEN
         index = arrival.group.group_index
         if index in self._trained or index in self._queue:
             return Verdict.DUPLICATE
-        self._entries.add(entry)
+        self._entries[arrival.identity] = [arrival.entry_id]
         self._queue[index] = arrival
         return Verdict.QUEUED
 
-    def forget(self, arrivals: Iterable[tuple[str, str]]) -> None:
-        """These entries are settled in their stream and will not be delivered again."""
-        self._entries.difference_update(arrivals)
+    def knows(self, arrival: Arrival) -> bool:
+        """Whether this very delivery is queued, or in a batch and not released."""
+        return arrival.identity in self._entries
+
+    def entries(self, arrival: Arrival) -> list[str]:
+        """The entries that carry the delivery, newest first: more than one when it came again."""
+        return list(self._entries.get(arrival.identity, [arrival.entry_id]))
+
+    def release(self, arrival: Arrival) -> list[str]:
+        """The group has its fate, which others remember from now on; returns `entries`."""
+        return self._entries.pop(arrival.identity, [arrival.entry_id])
 
     def from_the_future(self, now: PolicyVersion) -> list[Arrival]:
-        """Remove and return every group with a token that claims a policy beyond `now`: no such weights exist."""
-        future = [a for a in self._queue.values() if any(s.policy > now for r in a.group.rollouts for s in r.spans)]
-        return self._remove(future)
+        """Remove and return every group with a token that claims a policy beyond `now`."""
+        return self._remove([a for a in self._queue.values() if claims_the_future(a, now)])
 
     def sweep(self, now: PolicyVersion, forks: Forks, max_age: int) -> list[Arrival]:
         """Remove and return every group with a token older than `max_age`."""
@@ -99,7 +122,6 @@ class GroupQueue:
     def _remove(self, arrivals: list[Arrival]) -> list[Arrival]:
         for arrival in arrivals:
             del self._queue[arrival.group.group_index]
-            self._entries.discard((arrival.region, arrival.entry_id))
         return arrivals
 
     def take(self, count: int) -> list[Arrival] | None:

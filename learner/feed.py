@@ -1,41 +1,40 @@
 """The learner's feed: from regions to batches, and back to acknowledgements.
 
 Invariant: an entry is acknowledged only after a durable checkpoint contains the update it went into (or when it is
-dropped for good), so a crash at any point loses nothing: what was not acknowledged is delivered again. Every arrival
-ends as trained, dropped(cause) or pending. Held by tests/unit/learner/test_feed.py and tests/process/.
+dropped for good) and the fate log has its line, so a crash at any point loses nothing: what was not acknowledged is
+delivered again. Every arrival ends as trained, dropped(cause) or pending, and a group that is too old is dropped for its
+age whatever else is the matter with it. No region is waited for. Held by tests/unit/learner/test_feed.py,
+tests/unit/learner/test_feed_crashes.py and tests/process/test_feed_kills.py.
 
-Fates: trained; dropped:zero_variance (consumed by a step, without gradient); dropped:age and dropped:dead_letter
-(their permits are handed out again); dropped:false_version (a token claims a policy beyond the learner's: likewise);
-dropped:duplicate; dropped:surplus (sampled, but the run ended first).
+Fates are those of schemas/fates.py. The permits of dropped:age, dropped:false_version and dead letters are handed out again.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
-from anabranch.consumers.batcher import GroupQueue, TrainedSet, Verdict
-from anabranch.consumers.reader import Arrival, Reader
+from anabranch.consumers.arrivals import Arrival, DeadLetter
+from anabranch.consumers.batcher import GroupQueue, TrainedSet, Verdict, claims_the_future, group_age
+from anabranch.consumers.fate_log import FateLog
+from anabranch.consumers.reader import Reader
+from anabranch.learner.fate_book import Ending, FateBook, fate_record
 from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError
-from anabranch.schemas.keys import LEARNER_GROUP
+from anabranch.schemas.fates import AGE, DUPLICATE, FALSE_VERSION, SURPLUS, TRAINED, ZERO_VARIANCE, FateRecord
 from anabranch.schemas.versions import Forks, PolicyVersion
 from anabranch.transport.permits import Permits
 from anabranch.transport.retry import retry_until
-from anabranch.transport.stream import TrajectoryStream
 
-TRAINED = "trained"
-ZERO_VARIANCE = "dropped:zero_variance"
-AGE = "dropped:age"
-DUPLICATE = "dropped:duplicate"
-FALSE_VERSION = "dropped:false_version"
-SURPLUS = "dropped:surplus"
 DEAD_LETTER = "dead_letter"
-NOT_NOW = (StreamUnavailableError, BackpressureError)  # a region that is away, or takes no writes (its disk is full)
+DRAIN_DEADLINE_S = 60.0  # what then still stands unread is seen later, at worst as a duplicate
+SETTLE_DEADLINE_S = 15.0
+WHY_AFTER_S = 10.0  # a wait so long names its cause
+_TRAINED: dict[str, Any] = {"trained_below": 0, "trained_beyond": (), "abandoned": ()}  # in `state`
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +47,31 @@ class FedBatch:
 
 
 class Feed:
+    """`why`: says, when a batch is long in coming, what is the matter (see `NoProgress`). `close` it."""
+
     def __init__(
         self,
         reader: Reader,
-        streams: Mapping[str, TrajectoryStream],
         permits: Permits,
+        log: FateLog,
         *,
         batch_groups: int,
         max_age: int,
         block_ms: int,
         hub_deadline_s: float,
         resumed: Mapping[str, Any] | None = None,
+        why: Callable[[], str] = lambda: "",
     ) -> None:
-        """`resumed` is an earlier `state()`, out of a checkpoint."""
-        self._reader, self._streams, self._permits = reader, streams, permits
+        """`resumed` is an earlier `state()`, out of a checkpoint: what it had to settle is settled as soon as may be."""
+        self._reader, self._permits, self._fates, self._why = reader, permits, log, why
         self._batch_groups, self._max_age, self._block_ms = batch_groups, max_age, block_ms
         self._hub_deadline_s = hub_deadline_s
         resumed = resumed or {}
-        self.trained = TrainedSet(resumed.get("trained_below", 0), resumed.get("trained_beyond", ()))
-        # Settled by the checkpoint we came from, perhaps not yet in the stream.
-        self._to_settle: list[tuple[str, str, str]] = [tuple(x) for x in resumed.get("to_settle", ())]  # type: ignore[misc]
-        self._queue = GroupQueue(self.trained, unacknowledged={(r, e) for r, e, _ in self._to_settle})
+        self.trained = TrainedSet(*(resumed.get(key, empty) for key, empty in _TRAINED.items()))
+        self._book = FateBook(log, reader, resumed=resumed.get("to_settle", ()))
+        self._queue = GroupQueue(self.trained)
+        self._consumed: list[tuple[Arrival, FateRecord]] = []  # in no durable checkpoint yet
+        self._now, self._forks = PolicyVersion(0, 0), dict[int, int]()  # until the first call that says it
         self._dropped: Counter[str] = Counter()
         self._log = structlog.get_logger()
 
@@ -76,16 +79,25 @@ class Feed:
     def queued(self) -> int:
         return len(self._queue)
 
+    @property
+    def error(self) -> str:
+        """Why fates cannot be logged now, '' if they can."""
+        return self._book.error
+
     def depth(self) -> dict[str, int]:
         """Region -> groups queued here."""
         return self._queue.depth()
 
-    def drain_backlog(self, *, quiet_polls: int = 3) -> set[int]:
-        """Read what already waits in the streams, until `quiet_polls` rounds bring nothing. Returns the group indices
-        that need no new permit: trained or queued."""
-        quiet = 0
-        while quiet < quiet_polls:
-            quiet = 0 if self._poll(block_ms=5, give_back=False) else quiet + 1
+    def drain_backlog(
+        self, now: PolicyVersion, forks: Forks, *, waiting: Callable[[str], None] = lambda _: None
+    ) -> set[int]:
+        """Read what already waits in the streams that can be reached. Returns the group indices that need no new permit:
+        trained or queued."""
+        self._now, self._forks = now, dict(forks)
+        mark, end = self._reader.mark(), time.monotonic() + DRAIN_DEADLINE_S
+        while not self._reader.caught_up(mark) and time.monotonic() < end:
+            waiting("what stands in the regions' streams")
+            self._poll(block_ms=self._block_ms, give_back=False)
         return self.trained.indices() | self._queue.indices
 
     def next_batch(
@@ -102,106 +114,137 @@ class Feed:
         `waiting` is told what the batch lacks. Raises DeadlineError when no batch came together in `deadline_s`.
         """
         started = time.monotonic()
+        self._now, self._forks = now, dict(forks)
         if len(self._queue) >= self._batch_groups:
             # Even when enough waits here: what stands in a stream unseen keeps a lease that nobody renews.
             self._poll(block_ms=1, give_back=True)
         while not stop():
-            false = self._queue.from_the_future(now)
-            if false:
-                self._log.warning("groups claim weights that do not exist yet", groups=len(false), now=str(now))
-                self._drop(false, FALSE_VERSION, give_back=True)
-            old = self._queue.sweep(now, forks, self._max_age)
-            if old:
-                self._drop(old, AGE, give_back=True)
+            self._drop(self._queue.from_the_future(now), FALSE_VERSION)
+            self._drop(self._queue.sweep(now, forks, self._max_age), AGE)
             batch = self._queue.take(self._batch_groups)
             if batch is not None:
                 dropped, self._dropped = dict(self._dropped), Counter()
                 return FedBatch(batch, dropped, time.monotonic() - started)
             elapsed = time.monotonic() - started
-            what = self._lacking()
             if elapsed > deadline_s:
-                raise DeadlineError.waiting_for(what, elapsed, "are the producers running? see their status and logs")
-            waiting(what)
+                raise DeadlineError.waiting_for(self._lacking(), elapsed, self._why())
+            waiting(self._lacking() + (f"; {why}" if elapsed > WHY_AFTER_S and (why := self._why()) else ""))
             self._poll(block_ms=self._block_ms, give_back=True)
         return None
 
-    def consumed(self, fates: Mapping[tuple[str, str], str]) -> None:
-        """The optimizer step that consumed these entries is done: (region, entry id) -> fate. They are settled by
-        the next `checkpointed`."""
-        self._to_settle.extend((region, entry, fate) for (region, entry), fate in fates.items())
-        self._dropped.update(f.removeprefix("dropped:") for f in fates.values() if f != TRAINED)
+    def consumed(self, arrivals: Iterable[Arrival], *, zero_variance: Collection[int] = ()) -> None:
+        """The optimizer step that consumed these groups of a batch is done; `zero_variance`: indices of those that gave no
+        gradient. They are settled after the next `checkpointed`."""
+        for arrival in arrivals:
+            fate = ZERO_VARIANCE if arrival.group.group_index in zero_variance else TRAINED
+            self._consumed.append((arrival, fate_record(arrival, fate, self._now, self._forks)))
+            if fate != TRAINED:
+                self._dropped[_cause(fate)] += 1
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold so that nothing is trained twice or lost; plain JSON."""
+        consumed = [Ending(record, self._queue.entries(arrival)).plain() for arrival, record in self._consumed]
         return {
             "trained_below": self.trained.below,
             "trained_beyond": sorted(self.trained.beyond),
-            "to_settle": [list(x) for x in self._to_settle],
+            "abandoned": sorted(self.trained.abandoned),
+            "to_settle": self._book.state() + consumed,
+            "fate_log": list(self._fates.position),
         }
 
-    def checkpointed(self) -> int:
-        """A checkpoint holding `state()` is durable: acknowledge. A region that cannot be reached is tried again at the
-        next call. Returns how many entries were settled."""
-        settled = 0
-        away = self._reader.unreachable()  # asking it again would only cost the learner a time-out
-        for region in sorted({r for r, _, _ in self._to_settle} - away.keys()):
-            mine = [(entry, fate) for r, entry, fate in self._to_settle if r == region]
-            try:
-                settled += self._streams[region].settle(LEARNER_GROUP, mine)
-                self._streams[region].trim()
-            except NOT_NOW as error:
-                self._log.warning("cannot acknowledge yet", region=region, entries=len(mine), error=str(error))
-                continue
-            self._to_settle = [x for x in self._to_settle if x[0] != region]
-            self._queue.forget((region, entry) for entry, _ in mine)
-        return settled
+    def checkpointed(self) -> None:
+        """A checkpoint holding `state()` is durable: what it consumed has its fate. Acknowledgements go out at once where a
+        region can be reached, else when it is back."""
+        endings = [Ending(record, self._queue.release(arrival)) for arrival, record in self._consumed]
+        self._consumed = []
+        self._book.end(endings)
+        self._book.flush(at_once=True)
+        try:
+            self.trained.skip(self._permits.abandoned())
+        except StreamUnavailableError:  # the next checkpoint asks again
+            self._log.debug("abandoned groups are not known now")
 
-    def drop_surplus(self) -> int:
+    def drop_surplus(self, now: PolicyVersion, forks: Forks) -> int:
         """The run is over: everything that still waits is dropped. Returns how many groups."""
-        self.drain_backlog()
+        self.drain_backlog(now, forks)
         rest = self._queue.clear()
-        if self._to_settle:  # a region was away at the last checkpoint
-            self.checkpointed()
         self._drop(rest, SURPLUS, give_back=False)
+        self.flush()
         return len(rest)
 
-    def _poll(self, *, block_ms: int, give_back: bool) -> int:
+    def flush(self, *, deadline_s: float = SETTLE_DEADLINE_S) -> bool:
+        """Wait until all fates decided so far are logged, and settled where the region can be reached."""
+        self._book.flush(at_once=True)
+        done = self._reader.flush(deadline_s=deadline_s) and not self._book.error
+        if not done:
+            self._log.warning("not everything could be acknowledged", groups=len(self._book), error=self._book.error)
+        return done
+
+    def close(self) -> None:
+        """End the reader's threads; the fate log can be opened by another."""
+        self._reader.close()
+        self._fates.close()
+
+    def _poll(self, *, block_ms: int, give_back: bool) -> None:
+        self._book.flush()
         polled = self._reader.poll(block_ms=block_ms)
         arrived: list[int] = []
+        dropped: dict[str, list[Arrival]] = {}
         for arrival in polled.arrivals:
-            verdict = self._queue.offer(arrival)
-            if verdict is Verdict.QUEUED:
+            if self._book.again(arrival):
+                continue
+            fate = None if self._queue.knows(arrival) else self._refuse(arrival)
+            verdict = self._queue.offer(arrival) if fate is None else None
+            if verdict is Verdict.DUPLICATE:
+                fate = DUPLICATE
+            if verdict in (Verdict.QUEUED, Verdict.DUPLICATE):  # nobody need sample it any more
                 arrived.append(arrival.group.group_index)
-            elif verdict is Verdict.DUPLICATE:
-                self._drop([arrival], DUPLICATE, give_back=False)
+            if fate is not None:
+                dropped.setdefault(fate, []).append(arrival)
         if arrived:
             self._hub(lambda: self._permits.settle(arrived))
-        lost = [d.group_index for d in polled.dead if d.group_index is not None and d.group_index not in self.trained]
-        self._dropped.update({DEAD_LETTER: len(polled.dead)} if polled.dead else {})
-        if lost and give_back:
-            again = [g for g in lost if g not in self._queue.indices]
-            self._hub(lambda: self._permits.give_back(again))
-        return len(polled.arrivals) + len(polled.dead)
+        for fate, arrivals in dropped.items():
+            self._drop(arrivals, fate, give_back=give_back and fate != DUPLICATE)
+        self._bury(polled.dead, give_back=give_back)
 
-    def _drop(self, arrivals: list[Arrival], fate: str, *, give_back: bool) -> None:
-        """Settle for good, one call a region. Where that cannot be reached, a later `checkpointed` does it."""
+    def _refuse(self, arrival: Arrival) -> str | None:
+        if claims_the_future(arrival, self._now):
+            return FALSE_VERSION
+        return AGE if group_age(arrival, self._now, self._forks) > self._max_age else None
+
+    def _bury(self, dead: list[DeadLetter], *, give_back: bool) -> None:
+        """Their region's thread has settled them: dead letters have no line in the fate log."""
+        if dead:
+            self._dropped[DEAD_LETTER] += len(dead)
         if give_back:
-            again = [a.group.group_index for a in arrivals]
+            self._give_back(d.group_index for d in dead if d.group_index is not None)
+
+    def _drop(self, arrivals: list[Arrival], fate: str, *, give_back: bool = True) -> None:
+        if not arrivals:
+            return
+        if fate == FALSE_VERSION:
+            self._log.warning("groups claim weights that do not exist", groups=len(arrivals), now=str(self._now))
+        if give_back:
+            self._give_back(a.group.group_index for a in arrivals)
+        self._dropped[_cause(fate)] += len(arrivals)
+        self._book.end(Ending(fate_record(a, fate, self._now, self._forks), self._queue.release(a)) for a in arrivals)
+
+    def _give_back(self, indices: Iterable[int]) -> None:
+        again = [g for g in indices if g not in self.trained and g not in self._queue.indices]
+        if again:
             self._hub(lambda: self._permits.give_back(again))
-        self._dropped[fate.removeprefix("dropped:")] += len(arrivals)
-        for region in sorted({a.region for a in arrivals}):
-            mine = [(a.entry_id, fate) for a in arrivals if a.region == region]
-            try:
-                if region in self._reader.unreachable():
-                    raise StreamUnavailableError(region)
-                self._streams[region].settle(LEARNER_GROUP, mine)
-            except NOT_NOW:
-                self._to_settle += [(region, entry, fate) for entry, fate in mine]
 
     def _hub(self, call: Callable[[], None]) -> None:
-        retry_until(call, deadline_s=self._hub_deadline_s, what="the hub's Redis, to account for permits")
+        what = "the hub's Redis, to account for permits"
+        retry_on = (StreamUnavailableError, BackpressureError)
+        retry_until(call, deadline_s=self._hub_deadline_s, what=what, retry_on=retry_on)
 
     def _lacking(self) -> str:
-        unreachable = self._reader.unreachable()
-        away = f"; unreachable: {', '.join(unreachable)}" if unreachable else ""
-        return f"{self._batch_groups - len(self._queue)} more groups of {self._batch_groups}{away}"
+        health, away = self._reader.health(), self._reader.unreachable()
+        what = [f"{self._batch_groups - len(self._queue)} more groups of {self._batch_groups}"]
+        what += [f"region {name} {health[name]}" for name in away]
+        return "; ".join([*what, *filter(None, [self._book.error])])
+
+
+def _cause(fate: str) -> str:
+    return fate.removeprefix("dropped:")

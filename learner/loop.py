@@ -19,7 +19,8 @@ from anabranch.learner.batch import TrainBatch, build_batch
 from anabranch.learner.checkpoint import CheckpointStore
 from anabranch.learner.collective import CollectiveEngine
 from anabranch.learner.evaluation import evaluate
-from anabranch.learner.feed import TRAINED, ZERO_VARIANCE, FedBatch, Feed
+from anabranch.learner.feed import FedBatch, Feed
+from anabranch.learner.ledger_watch import LedgerWatch
 from anabranch.learner.progress import LearnerState, Progress
 from anabranch.learner.publish_order import EpochOpening, Published
 from anabranch.learner.records import step_record
@@ -35,6 +36,7 @@ from anabranch.transport.wiring import Hub
 
 T = TypeVar("T")
 STATUS_EVERY_S = 0.5
+ADVANCE_EVERY_S = 5.0
 SMOOTHING = 0.2  # of the reward that is compared with learner.target_reward
 
 
@@ -51,12 +53,13 @@ class LearnerLoop:
         metrics: MetricsLog,
         config: RunConfig,
         *,
+        watch: LedgerWatch,
         resumed: dict[str, Any] | None,
         heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._feed, self._hub, self._checkpoints = engine, feed, hub, checkpoints
         self._memory, self._metrics, self._config, self._resumed = memory, metrics, config, resumed
-        self._heartbeat = heartbeat
+        self._heartbeat, self._watch = heartbeat, watch
         self._progress = Progress(
             epoch=(resumed or {}).get("epoch", 0),
             version=engine.step,
@@ -66,7 +69,7 @@ class LearnerLoop:
         self._forks = {int(e): int(v) for e, v in (resumed or {}).get("forks", {}).items()}  # JSON keys are strings
         self._publisher: WeightPublisher | None = None
         self._started_s = time.monotonic()
-        self._state, self._reported_s = LearnerState.STARTING, 0.0
+        self._state, self._reported_s, self._advanced_s = LearnerState.STARTING, 0.0, 0.0
         self._last_checkpoint = engine.step if resumed else -1
         self._log = structlog.get_logger()
 
@@ -105,7 +108,7 @@ class LearnerLoop:
         return self._finish(reason)
 
     def _finish(self, reason: str) -> str:
-        surplus = self._feed.drop_surplus()
+        surplus = self._feed.drop_surplus(self._progress.policy, self._forks)
         self._note("finished", reason=reason, step=self._engine.step, surplus_groups=surplus)
         self._set_state(LearnerState.DONE)
         self._hub_call(lambda: self._hub.runs.finish(reason), "to mark the run finished")
@@ -153,11 +156,14 @@ class LearnerLoop:
 
     def _open_permits(self, total: int) -> None:
         progress, learner = self._progress, self._config.learner
-        accepted = self._feed.drain_backlog()
+        accepted = self._feed.drain_backlog(
+            progress.policy, self._forks, waiting=lambda what: self._set_state(self._state, what)
+        )
         self._hub_call(
             lambda: self._hub.permits.reset(
                 epoch=progress.epoch, version=progress.version, batch=learner.groups_per_step,
                 max_age=self._config.correction.max_age, total=total, accepted=accepted,
+                abandoned=self._feed.trained.abandoned,
             ),
             "to open permits",
         )  # fmt: skip
@@ -170,7 +176,7 @@ class LearnerLoop:
             progress.policy,
             self._forks,
             deadline_s=learner.batch_deadline_s,
-            waiting=lambda what: self._set_state(LearnerState.WAITING, what),
+            waiting=lambda what: self._waiting(publisher, what),
             stop=should_stop,
         )
         if fed is None:
@@ -184,7 +190,7 @@ class LearnerLoop:
             max_age=self._config.correction.max_age,
         )
         output = self._engine.train_step(batch)
-        self._feed.consumed(_fates(fed, output))
+        self._feed.consumed(fed.arrivals, zero_variance=output.zero_variance_groups)
         step_s = time.monotonic() - started
         self._set_state(LearnerState.PUBLISHING)
         publish_s = self._engine.publish(publisher, output.step)
@@ -199,6 +205,19 @@ class LearnerLoop:
         seconds = {"step_s": step_s, "publish_s": publish_s, "checkpoint_s": checkpoint_s}
         self._metrics.append(self._record(fed, batch, output, publisher.published, **seconds))
         return True
+
+    def _waiting(self, publisher: WeightPublisher, what: str) -> None:
+        """A batch is long in coming: a hub that forgot its last second may have forgotten the permits for it."""
+        self._set_state(LearnerState.WAITING, what)
+        published, now = publisher.published, time.monotonic()
+        if published is None or now - self._advanced_s < ADVANCE_EVERY_S:
+            return
+        self._advanced_s = now
+        epoch, abandoned = self._progress.epoch, self._feed.trained.abandoned
+        self._hub_call(
+            lambda: self._hub.permits.advance(published.version, epoch=epoch, abandoned=abandoned),
+            "to repeat the permits",
+        )
 
     def _checkpoint(self) -> None:
         if self._last_checkpoint == self._engine.step:
@@ -245,6 +264,7 @@ class LearnerLoop:
             full_bytes=self._engine.layout.payload_bytes,
             producers=self._hub_call(self._hub.runs.producers, "to read the producers' status"),
             queue_depth=self._feed.depth(),
+            pending=self._watch.pending(),
             elapsed_s=time.monotonic() - self._started_s,
             steps_here=output.step - self._progress.fork_version,
             **seconds,
@@ -258,6 +278,8 @@ class LearnerLoop:
         self._heartbeat()
         if self._publisher is not None and state not in (LearnerState.STOPPED, LearnerState.DONE):
             self._publisher.check()
+        for what, detail in self._watch.look():
+            self._note(what, **detail)
         now = time.monotonic()
         if state is self._state and now - self._reported_s < STATUS_EVERY_S:
             return
@@ -270,6 +292,9 @@ class LearnerLoop:
             steps_total=self._config.learner.steps,
             epoch=self._progress.epoch,
             version=self._progress.version,
+            regions=self._watch.regions(),
+            ledger=self._watch.ledger(),
+            alarms=(*self._watch.alarms(), *filter(None, [self._feed.error])),
         )
         self._hub_call(lambda: self._hub.runs.report_learner(status), "to report status")
 
@@ -280,8 +305,3 @@ class LearnerLoop:
     def _hub_call(self, call: Callable[[], T], why: str) -> T:
         deadline_s = self._config.channel.connect_deadline_s
         return retry_until(call, deadline_s=deadline_s, what=f"the hub's Redis, {why}")
-
-
-def _fates(fed: FedBatch, output: StepOutput) -> dict[tuple[str, str], str]:
-    flat = set(output.zero_variance_groups)
-    return {(a.region, a.entry_id): ZERO_VARIANCE if a.group.group_index in flat else TRAINED for a in fed.arrivals}

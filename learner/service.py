@@ -13,6 +13,8 @@ from pathlib import Path
 
 import structlog
 
+from anabranch.consumers.fate_files import FATES_DIRECTORY
+from anabranch.consumers.fate_log import FateLog
 from anabranch.consumers.reader import Reader
 from anabranch.learner.checkpoint import CheckpointStore
 from anabranch.learner.collective import CollectiveEngine, follow
@@ -20,7 +22,9 @@ from anabranch.learner.distribute import leave_ranks, rank_from_environment
 from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.feed import Feed
 from anabranch.learner.launch import launch_ranks
+from anabranch.learner.ledger_watch import LedgerWatch
 from anabranch.learner.loop import LearnerLoop
+from anabranch.learner.no_progress import NoProgress
 from anabranch.learner.publish_order import EpochOpening
 from anabranch.learner.run_memory import RunMemory
 from anabranch.learner.weight_publisher import WeightPublisher
@@ -120,6 +124,8 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
     )
     resumed = checkpoints.load_newest(engine)
     metrics = MetricsLog(directory)
+    state = (resumed or {}).get("feed") or {}
+    fates = FateLog(directory / FATES_DIRECTORY, file_lines=config.ledger.fate_file_lines, since=state.get("fate_log"))
     reader = Reader(
         streams,
         run=config.run.name,
@@ -127,16 +133,18 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
         consumer="learner-0",
         config=config.stream,
         vocabulary=engine.vocabulary,
+        ledger_every_s=config.ledger.check_every_s,
     )
     feed = Feed(
         reader,
-        streams,
         hub.permits,
+        fates,
         batch_groups=config.learner.groups_per_step,
         max_age=config.correction.max_age,
         block_ms=config.stream.block_ms,
         hub_deadline_s=config.channel.connect_deadline_s,
-        resumed=(resumed or {}).get("feed"),
+        resumed=state,
+        why=NoProgress(hub.runs, hub.permits),
     )
     loop = LearnerLoop(
         engine,
@@ -146,6 +154,7 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
         RunMemory(directory),
         metrics,
         config,
+        watch=LedgerWatch(reader, fates),
         resumed=resumed,
         heartbeat=heartbeat,
     )
@@ -153,5 +162,6 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
     try:
         log.info("learner ends", reason=loop.run(stop.is_set))
     finally:
+        feed.close()
         metrics.close()
     return 0

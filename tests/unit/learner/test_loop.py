@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from anabranch.consumers.fate_log import FateLog
 from anabranch.consumers.reader import Reader
 from anabranch.kernels.diagnostics import Diagnostics
 from anabranch.learner.feed import Feed
+from anabranch.learner.ledger_watch import LedgerWatch
 from anabranch.learner.loop import LearnerLoop
 from anabranch.learner.publish_order import EpochOpening
 from anabranch.learner.run_memory import RunMemory
@@ -30,6 +33,7 @@ from anabranch.transport.memory_world import MemoryWorld
 from anabranch.transport.metrics_log import MetricsLog, read_records
 from tests.groups import entry
 from tests.publishers import hub_of
+from tests.streams import put
 
 SAME = Diagnostics(4, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, None)
 
@@ -82,6 +86,7 @@ class Lab:
     def __init__(self, root: Path, *settings: str) -> None:
         self.world = MemoryWorld("run", ["east"])
         self.engine, self.checkpoints, self.root = Engine(self.world), Checkpoints(), root
+        self.feed: Feed | None = None
         self.config: RunConfig = load_config(
             "", overrides=["learner.groups_per_step=1", "learner.steps=2", "task.heldout_size=1", *settings]
         )
@@ -89,20 +94,30 @@ class Lab:
     def loop(self, *, resumed: dict[str, Any] | None = None) -> LearnerLoop:
         world, config = self.world, self.config
         self.engine.world, hub = world, hub_of(world)
-        reader = Reader(world.streams(), run="run", group=LEARNER_GROUP, consumer="learner-0", config=config.stream)
-        feed = Feed(
-            reader, world.streams(), world.permits, batch_groups=1, max_age=8, block_ms=4, hub_deadline_s=1,
-            resumed=(resumed or {}).get("feed"),
+        self.die()
+        state = (resumed or {}).get("feed", {})
+        fates = FateLog(self.root / "fates", file_lines=100, since=state.get("fate_log"))
+        reader = Reader(
+            world.streams(), run="run", group=LEARNER_GROUP, consumer="learner-0",
+            config=config.stream.model_copy(update={"block_ms": 4}), ledger_every_s=0.01,
         )  # fmt: skip
+        self.feed = Feed(
+            reader, world.permits, fates, batch_groups=1, max_age=8, block_ms=4, hub_deadline_s=1, resumed=state
+        )
         metrics = MetricsLog(self.root)
         memory = RunMemory(self.root)
         return LearnerLoop(
-            cast(Any, self.engine), feed, hub, cast(Any, self.checkpoints), memory, metrics, config, resumed=resumed
+            cast(Any, self.engine), self.feed, hub, cast(Any, self.checkpoints), memory, metrics, config,
+            watch=LedgerWatch(reader, fates), resumed=resumed,
         )  # fmt: skip
+
+    def die(self) -> None:
+        if self.feed is not None:
+            self.feed.close()
 
     def produce(self, *indices: int) -> None:
         for index in indices:
-            self.world.stream("east").append(entry(index))
+            put(self.world.stream("east"), entry(index))
 
     def resume(self) -> LearnerLoop:
         """A learner that starts again from the newest checkpoint."""
@@ -113,8 +128,24 @@ class Lab:
         return [r.what for r in read_records(self.root / "metrics.jsonl") if isinstance(r, NoteRecord)]
 
 
-def test_a_run_ends_finished_with_everything_accounted_for(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, "learner.evaluate=false")
+MakeLab = Callable[..., Lab]
+
+
+@pytest.fixture
+def make_lab(tmp_path: Path) -> Iterator[MakeLab]:
+    made: list[Lab] = []
+
+    def make(*settings: str) -> Lab:
+        made.append(Lab(tmp_path, *settings))
+        return made[-1]
+
+    yield make
+    for lab in made:
+        lab.die()
+
+
+def test_a_run_ends_finished_with_everything_accounted_for(make_lab: MakeLab) -> None:
+    lab = make_lab("learner.evaluate=false")
     lab.produce(0, 1)
     assert lab.loop().run(lambda: False) == "all steps done"
     assert (lab.notes(), lab.world.runs.finished()) == (["started", "finished"], "all steps done")
@@ -122,8 +153,8 @@ def test_a_run_ends_finished_with_everything_accounted_for(tmp_path: Path) -> No
     assert lab.world.channel().head() == PolicyVersion(1, 2)
 
 
-def test_a_record_says_which_version_its_figures_are_of(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, "learner.evaluate=false")
+def test_a_record_says_which_version_its_figures_are_of(make_lab: MakeLab, tmp_path: Path) -> None:
+    lab = make_lab("learner.evaluate=false")
     lab.produce(0, 1)
     lab.loop().run(lambda: False)
     steps = [r for r in read_records(tmp_path / "metrics.jsonl") if isinstance(r, StepRecord)]
@@ -141,9 +172,9 @@ class Refusing(MemoryWeightChannel):
         super().commit(manifest)
 
 
-def test_a_failure_of_publishing_ends_the_loop_while_it_waits_for_a_batch(tmp_path: Path) -> None:
+def test_a_failure_of_publishing_ends_the_loop_while_it_waits_for_a_batch(make_lab: MakeLab) -> None:
     """Not when the batch is there: no producer would ever make it without the weights."""
-    lab = Lab(tmp_path, "learner.evaluate=false")
+    lab = make_lab("learner.evaluate=false")
     lab.engine.connect = lambda: hub_of(lab.world, Refusing(lab.world.weights))
     lab.produce(0)
     with pytest.raises(ConfigError, match="another learner works on this run"):
@@ -152,9 +183,9 @@ def test_a_failure_of_publishing_ends_the_loop_while_it_waits_for_a_batch(tmp_pa
     assert lab.world.channel().head() == PolicyVersion(1, 0)
 
 
-def test_a_learner_that_is_stopped_leaves_its_last_version_on_the_channel(tmp_path: Path) -> None:
+def test_a_learner_that_is_stopped_leaves_its_last_version_on_the_channel(make_lab: MakeLab) -> None:
     """The next epoch begins there without a byte: as its fork."""
-    lab = Lab(tmp_path, "learner.evaluate=false")
+    lab = make_lab("learner.evaluate=false")
     lab.produce(0)
     assert lab.loop().run(lambda: lab.engine.step == 1) == "stopped"
     assert lab.world.channel().head() == PolicyVersion(1, 1)
@@ -162,9 +193,9 @@ def test_a_learner_that_is_stopped_leaves_its_last_version_on_the_channel(tmp_pa
     assert [(str(e.policy), e.label) for e in lab.world.channel().index()][-1] == ("e2.v1", "fork")
 
 
-def test_a_stop_in_the_last_evaluation_leaves_the_run_unfinished(tmp_path: Path) -> None:
+def test_a_stop_in_the_last_evaluation_leaves_the_run_unfinished(make_lab: MakeLab) -> None:
     """Producers would end, and the run would be complete without its last number."""
-    lab = Lab(tmp_path)
+    lab = make_lab()
     lab.produce(0, 1)
     lab.world.evaluations.request(PolicyVersion(1, 0), 1)
     lab.world.evaluations.post(PolicyVersion(1, 0), 0, {"rewards": [0.5]})
@@ -173,18 +204,18 @@ def test_a_stop_in_the_last_evaluation_leaves_the_run_unfinished(tmp_path: Path)
     assert lab.checkpoints.saved[-1][0] == 2
 
 
-def test_a_checkpoint_holds_the_reward_of_the_step_it_was_made_after(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_reward_of_the_step_it_was_made_after(make_lab: MakeLab) -> None:
     """Else a learner that crashes after reaching its target resumes below it, and trains on."""
-    lab = Lab(tmp_path, "learner.evaluate=false", "learner.checkpoint_every=1", "learner.target_reward=0.5")
+    lab = make_lab("learner.evaluate=false", "learner.checkpoint_every=1", "learner.target_reward=0.5")
     lab.produce(0)  # its two rollouts score 0 and 1
     assert lab.loop().run(lambda: False) == "target reward 0.5 reached"
     step, state = lab.checkpoints.saved[-1]
     assert (step, state["smoothed_reward"]) == (1, pytest.approx(0.5))
 
 
-def test_a_learner_that_died_after_the_last_evaluation_goes_straight_to_the_end(tmp_path: Path) -> None:
+def test_a_learner_that_died_after_the_last_evaluation_goes_straight_to_the_end(make_lab: MakeLab) -> None:
     """The producers may have ended: an evaluation asked for again would have nobody to do it."""
-    lab = Lab(tmp_path, "learner.evaluate_deadline_s=0.2")
+    lab = make_lab("learner.evaluate_deadline_s=0.2")
     lab.produce(0, 1)
     for policy in (PolicyVersion(1, 0), PolicyVersion(1, 2)):
         lab.world.evaluations.request(policy, 1)
@@ -196,8 +227,8 @@ def test_a_learner_that_died_after_the_last_evaluation_goes_straight_to_the_end(
     assert lab.notes() == ["started", "finished", "finished"]
 
 
-def test_a_run_that_is_made_longer_goes_on(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, "learner.evaluate=false")
+def test_a_run_that_is_made_longer_goes_on(make_lab: MakeLab) -> None:
+    lab = make_lab("learner.evaluate=false")
     lab.produce(0, 1)
     lab.loop().run(lambda: False)
     lab.config = load_config("", overrides=["learner.groups_per_step=1", "learner.evaluate=false", "learner.steps=3"])
@@ -206,9 +237,9 @@ def test_a_run_that_is_made_longer_goes_on(tmp_path: Path) -> None:
     assert lab.engine.step == 3
 
 
-def test_an_epoch_that_was_opened_is_never_opened_again_whatever_the_hub_lost(tmp_path: Path) -> None:
+def test_an_epoch_that_was_opened_is_never_opened_again_whatever_the_hub_lost(make_lab: MakeLab) -> None:
     """Producers may still hold weights of the epoch that came after the checkpoint."""
-    lab = Lab(tmp_path, "learner.evaluate=false")
+    lab = make_lab("learner.evaluate=false")
     lab.loop().run(lambda: True)
     for expected in (2, 3):
         lab.world = MemoryWorld("run", ["east"])
