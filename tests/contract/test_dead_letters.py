@@ -121,6 +121,22 @@ def test_a_foreign_entry_goes_through_the_same_books(backend):
     assert backend.size()["open"] == 0, "nobody can say whose it is"
 
 
+def test_a_double_that_is_put_back_leaves_the_original_open(backend):
+    stream, letters = backend.stream(), backend.letters()
+    put(stream, entry(0))
+    backend.put_raw({name.encode(): value for name, value in entry(0).seal().items()})
+    ours, double = read(stream)
+    stream.dead_letter(GROUP, double, "unreadable")
+    letters.requeue(letters.list()[0].letter_id)
+    (double,) = read(stream)
+    assert backend.size()["open"] == backend.size()["open ids"] == 1
+    stream.settle(GROUP, [(double.entry_id, "dropped:duplicate")])
+    assert stream.progress("p") == ProducerProgress(1, 0)
+    stream.settle(GROUP, [(ours.entry_id, "trained")])
+    assert stream.progress("p") == ProducerProgress(1, None)
+    assert stream.ledger(GROUP).balanced
+
+
 def test_what_another_group_set_aside_comes_back_as_one_more_entry(backend):
     """The learner's group has dealt with it by itself: it may have trained it."""
     stream, letters = backend.stream(), backend.letters()

@@ -6,8 +6,6 @@ import threading
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from anabranch.schemas.envelope import Envelope, open_envelope
 from anabranch.schemas.errors import EnvelopeError
@@ -220,68 +218,3 @@ def test_an_entry_of_very_many_fields_is_buried_with_the_first_of_them(backend):
     assert stream.read_own_pending(GROUP, "c", max_entries=10) == []
     stream.dead_letter(GROUP, delivery, "once more")
     assert len(backend.dead_letters()) == 1
-
-
-ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("append"), st.integers(0, 2), st.integers(-2, 1)),
-        st.tuples(st.just("read"), st.sampled_from(["c1", "c2"]), st.integers(1, 4)),
-        st.tuples(st.just("settle"), st.integers(0, 30), st.sampled_from(["trained", "dropped:age"])),
-        st.tuples(st.just("bury"), st.integers(0, 30), st.just("")),
-        st.tuples(st.just("claim"), st.sampled_from(["c1", "c2"]), st.integers(1, 3)),
-        st.tuples(st.just("own"), st.sampled_from(["c1", "c2"]), st.integers(1, 3)),
-        st.tuples(st.just("trim"), st.just(0), st.just(0)),
-        st.tuples(st.just("record"), st.integers(1, 4), st.just(0)),
-    ),
-    max_size=40,
-)
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(actions=ACTIONS)
-def test_the_ledger_balances_after_any_interleaving(stream_maker, actions):
-    """A model beside the stream: what was appended and not settled is exactly what is pending."""
-    stream = stream_maker().stream()
-    next_seq = [0, 0, 0]
-    stored = 0
-    known: dict[str, Delivery] = {}
-    settled: set[str] = set()
-    for kind, a, b in actions:
-        if kind == "append":
-            seq = max(0, next_seq[a] + b)
-            expected = stream.append([entry(seq, producer=f"p{a}")], floor=0)
-            stored += seq == next_seq[a]
-            next_seq[a] += seq == next_seq[a]
-            assert expected == min(next_seq[a], seq + 1)
-        elif kind == "read":
-            fresh = read(stream, a, n=b)
-            assert not known.keys() & {d.entry_id for d in fresh}, "a new entry is delivered once"
-            known.update({d.entry_id: d for d in fresh})
-        elif kind in ("settle", "bury") and known:
-            delivery = list(known.values())[a % len(known)]
-            before = delivery.entry_id in settled
-            if kind == "settle":
-                assert stream.settle(GROUP, [(delivery.entry_id, b)]) == (not before)
-            else:
-                stream.dead_letter(GROUP, delivery, "test")
-            settled.add(delivery.entry_id)
-        elif kind == "claim":
-            got = stream.claim_idle(GROUP, a, idle_ms=0, max_entries=b)
-            assert {d.entry_id for d in got} <= known.keys() - settled
-        elif kind == "own":
-            got = stream.read_own_pending(GROUP, a, max_entries=b)
-            assert {d.entry_id for d in got} <= known.keys() - settled
-        elif kind == "trim":
-            stream.trim()
-        elif kind == "record":
-            for d in read(stream, group="recorder", n=a):
-                stream.settle("recorder", [(d.entry_id, "")])
-        counts = stream.ledger(GROUP)
-        assert counts.produced == stored
-        assert counts.pending == stored - len(settled)
-        assert counts.balanced
-    rest = read(stream)
-    unsettled = {d.entry_id for c in ("c1", "c2", "c") for d in stream.read_own_pending(GROUP, c, max_entries=100)}
-    assert unsettled == (known.keys() | {d.entry_id for d in rest}) - settled, "nothing unsettled was trimmed or lost"
