@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from anabranch.deploy.chaos.evidence import FateLine, Identity
+from anabranch.deploy.chaos.outages import CutOff
+
+
+def test_what_waited_is_followed_to_its_end() -> None:
+    cut = CutOff(20.0)
+    cut.backlog = {Identity("east", "p", seq) for seq in (4, 5, 6)}
+    lines = [FateLine(Identity("east", "p", seq), seq, fate, 1)
+             for seq, fate in [(3, "trained"), (4, "trained"), (5, "dropped:age")]]  # fmt: skip
+    lines.append(FateLine(Identity("west", "p", 6), 6, "trained", 1))
+    assert cut.ends_of(lines) == {"trained": 1, "dropped:age": 1}
+
+
+def test_steps_per_minute_of_each_part() -> None:
+    cut = CutOff(20.0)
+    steps = [1.0, 2.0, 3.0, 11.0, 29.0]
+    assert cut.per_minute(steps, 0.0, 10.0) == 18.0
+    assert cut.per_minute(steps, 10.0, 30.0) == 6.0
+    assert cut.per_minute(steps, 30.0, 30.0) == 0.0

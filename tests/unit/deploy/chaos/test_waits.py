@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from typing import Any
+
+from anabranch.deploy.chaos.waits import Wait, Waits
+
+
+def learner(step: int, what: str) -> dict[str, Any]:
+    return {"step": step, "epoch": 1, "waiting_for": what}
+
+
+def test_a_wait_is_as_long_as_nothing_moves() -> None:
+    waits = Waits()
+    for now, step, what in [(0, 5, "8 more groups of 8"), (1, 5, "3 more groups of 8"), (9, 5, "2 more groups of 8"),
+                            (10, 6, "8 more groups of 8"), (12, 6, "8 more groups of 8"), (13, 6, ""), (20, 6, "")]:  # fmt: skip
+        waits.saw("learner", learner(step, what), float(now))
+    assert waits.worst() == [Wait("learner", "N more groups of N", 9.0)]
+
+
+def test_another_reason_is_another_wait_and_the_longest_counts() -> None:
+    waits = Waits()
+    for now, what in [
+        (0, "permits"),
+        (4, "permits"),
+        (5, "weights e1.v3"),
+        (8, "weights e1.v3"),
+        (9, "permits"),
+        (10, "permits"),
+    ]:
+        waits.saw("east-0", {"region": "east", "pid": 1, "groups_done": 4, "waiting_for": what}, float(now))
+    assert waits.worst() == [Wait("east", "permits", 4.0), Wait("east", "weights eNvN", 3.0)]
+
+
+def test_a_process_that_was_started_anew_waits_anew() -> None:
+    waits = Waits()
+    for now, pid in [(0, 1), (30, 1), (31, 2), (40, 2)]:
+        waits.saw("east-0", {"region": "east", "pid": pid, "groups_done": 0, "waiting_for": "permits"}, float(now))
+    assert waits.worst() == [Wait("east", "permits", 30.0)]
