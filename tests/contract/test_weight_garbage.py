@@ -27,7 +27,9 @@ class HeldStore:
 
 
 # Chunks beside the manifests go in one transaction: there is no garbage.
-with_garbage = pytest.mark.parametrize("world", ["memory, chunks outside", "valkey, chunks outside", "redis 7.0, chunks outside"], indirect=True)
+with_garbage = pytest.mark.parametrize(
+    "world", ["memory, chunks outside", "valkey, chunks outside", "redis 7.0, chunks outside"], indirect=True
+)
 
 
 def outside(world, channel):
