@@ -2,7 +2,7 @@
 
 Invariant: a line counts once its newline is there; reading changes nothing and takes a log that is being written. A closed
 file has its counts beside it (000001.counts.json), so that a long log is not read again at every start.
-Held by tests/unit/consumers/test_fate_files.py.
+Held by tests/unit/consumers/test_fate_log.py.
 """
 
 from __future__ import annotations
