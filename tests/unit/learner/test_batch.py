@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from anabranch.learner.batch import TrainBatch, build_batch
+from anabranch.learner.step import plan_step
+from anabranch.schemas.config import CorrectionSection
 from anabranch.schemas.errors import AnabranchError, TrajectoryError
 from anabranch.schemas.trajectory import Group, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
@@ -82,3 +84,23 @@ def test_a_token_from_the_future_is_refused():
 def test_no_group_or_one_twice_is_refused(groups):
     with pytest.raises(TrajectoryError, match="distinct groups"):
         build_batch(groups, now=NOW, forks={}, max_age=8)
+
+
+def test_a_group_sent_with_what_was_finished_weighs_by_its_rollouts():
+    """Three of four rollouts, beside a whole group of four: each group's advantages are its own."""
+    rewards = {0: [1.0, 0.0, 0.0, 1.0], 1: [1.0, 1.0, 0.0]}
+    groups = [
+        replace(group(i, [1], *(rollout(s, [7], [(5, 0)], r) for s, r in enumerate(rewards[i]))), group_size=4)
+        for i in (0, 1)
+    ]
+    assert [g.partial for g in groups] == [False, True]
+    batch = build_batch(groups, now=NOW, forks={}, max_age=8)
+    assert batch.group.tolist() == [0] * 4 + [1] * 3
+    together, alone = (
+        plan_step(of, CorrectionSection(advantage="rloo"), budget_tokens=100, ranks=1, max_tokens=None)
+        for of in (batch, build_batch(groups[1:], now=NOW, forks={}, max_age=8))
+    )
+    assert together.advantages[4:].tolist() == pytest.approx([0.5, 0.5, -1.0])
+    assert together.advantages[4:].tolist() == alone.advantages.tolist()
+    assert together.advantages[:4].tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert float(together.weights.sum()) == pytest.approx(1.0), "seven rollouts of one token, not eight"
