@@ -2,13 +2,16 @@
 
 Invariant: that of `stream.py`; each act is one Lua script (transport/lua/stream_*.lua), so no crash falls between an
 entry and its count. A reply lost on the way back loses nothing either: what was delivered and not seen is handed out
-by the next `read`. Held by tests/contract/test_stream.py and tests/contract/test_lost_replies.py.
+by the next `read`, and what a server forgot that was acknowledged (it restarted between two calls, which a client does not
+notice) within `VERIFY_EVERY_S`. Held by tests/contract/test_stream.py, tests/contract/test_lost_replies.py and
+tests/process/test_reader_outages.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +37,7 @@ from anabranch.transport.stream import (
 from anabranch.transport.stream_rules import check_append, counted_fate
 
 T = TypeVar("T")
+VERIFY_EVERY_S = 5.0
 _MOST_PENDING = 1_000_000  # ids of one consumer looked at when searching for what a lost reply carried
 
 
@@ -65,6 +69,7 @@ class RedisStream:
         self._longest_block_ms = int(1000 * (timeout_s - min(1.0, timeout_s / 5)))
         self._scripts = stream_scripts(client, keys)
         self._held = HeldEntries()
+        self._verified_s: dict[tuple[str, str], float] = {}
 
     def append(self, envelopes: Sequence[Envelope], *, floor: int) -> int:
         """See the protocol. Tried once: the caller holds the entries anyway and has better to do than to wait here."""
@@ -84,7 +89,7 @@ class RedisStream:
 
     def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
         """See the protocol. `block_ms` of 0 does not wait; a wait is cut to stay below the socket time-out."""
-        if self._held.is_unsure(group, consumer):
+        if self._held.is_unsure(group, consumer) or self._to_be_verified(group, consumer):
             unseen = self._recover(group, consumer)
             if unseen:
                 return unseen
@@ -168,8 +173,12 @@ class RedisStream:
         self._hold(group, consumer, found)
         return found
 
+    def _to_be_verified(self, group: str, consumer: str) -> bool:
+        since_s = self._verified_s.setdefault((group, consumer), time.monotonic())
+        return time.monotonic() - since_s >= VERIFY_EVERY_S
+
     def _recover(self, group: str, consumer: str) -> list[Delivery]:
-        """Entries delivered to the consumer in a reply that never arrived. What it already holds is not counted as
+        """Entries delivered to the consumer in a reply that never arrived, or whose acknowledgement the server forgot. What it already holds is not counted as
         delivered once more: else every outage would bring good entries nearer to the dead letters."""
         counts = self._guard.once(lambda: self._with_group(group, lambda: self._pending(group, consumer)))
         self._held.keep(group, consumer, counts)
@@ -183,6 +192,7 @@ class RedisStream:
         found = [Delivery(i.decode(), fields, counts[i.decode()] + 1) for i, fields in claimed]
         self._held.add(group, consumer, [d.entry_id for d in found])
         self._held.trust(group, consumer)
+        self._verified_s[group, consumer] = time.monotonic()
         return found
 
     def _pending(self, group: str, consumer: str) -> dict[str, int]:
