@@ -1,7 +1,8 @@
 """Whether a spool takes another group, and the alarm when it does not.
 
 Invariant: while a spool is full, or the disk under it takes no writes, that is said in the log as an error when it begins and
-every `REPEAT_S` from then on, and once more when it has ended; after `deadline_s` it is a DeadlineError.
+every `REPEAT_S` from then on, and once more when it has ended (of a spool that fills and empties all the time no more often
+than that); after `deadline_s` it is a DeadlineError.
 Held by tests/unit/producers/test_spool_room.py.
 
     OPEN  another group may be started
@@ -33,7 +34,9 @@ class RoomAlarm:
 
     def __init__(self, folder: object, *, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._deadline_s, self._clock = folder, deadline_s, clock
-        self._since_s = self._said_s = 0.0
+        self._since_s = 0.0
+        self._said_s: dict[Room, float] = {}
+        self._said = False  # of the present lack of room
         self.room, self.error = Room.OPEN, ""
         self._log = structlog.get_logger()
 
@@ -41,14 +44,14 @@ class RoomAlarm:
         """The spool's room as it is at this moment; `about` stands in the log line."""
         now = self._clock()
         if room is Room.OPEN:
-            if self.room is not Room.OPEN:
+            if self._said:
                 self._log.info("the spool takes groups again", after_s=round(now - self._since_s, 1), **about)
-            self.room, self.error = room, ""
+            self.room, self.error, self._said = room, "", False
             return
         if self.room is Room.OPEN:
             self._since_s = now
-        if self.room is not room or now - self._said_s >= REPEAT_S:
-            self._said_s = now
+        if now - self._said_s.get(room, float("-inf")) >= REPEAT_S:
+            self._said_s[room], self._said = now, True
             self._log.error(
                 "no further group is started: " + why,
                 spool=str(self._folder), state=room.value, for_s=round(now - self._since_s, 1), **about,

@@ -32,6 +32,19 @@ def test_it_is_said_when_it_begins_every_minute_and_when_it_ends() -> None:
     assert logs[0]["event"] == "no further group is started: the spool is full"
 
 
+def test_a_spool_that_fills_and_empties_all_the_time_does_not_fill_the_log() -> None:
+    clock = Clock()
+    alarm = RoomAlarm("/spool", deadline_s=50, clock=clock)
+    with capture_logs() as logs:
+        for _ in range(90):
+            alarm.is_now(Room.FULL, "full", about={})
+            clock.now += 1
+            alarm.is_now(Room.OPEN, about={})
+            clock.now += 1
+            alarm.check()
+    assert [line["log_level"] for line in logs] == ["error", "info"] * 3
+
+
 def test_another_reason_is_said_at_once_and_the_time_goes_on() -> None:
     clock = Clock()
     alarm = RoomAlarm("/spool", deadline_s=50, clock=clock)
