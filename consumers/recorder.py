@@ -1,7 +1,8 @@
 """`anabranch record`: streams to Parquet, through a consumer group of its own.
 
 Invariant: an entry is acknowledged to the recorder's group only after the file that holds it is durable; entries
-delivered again after a crash are recognised on disk. A region that is away, or a full disk, never stops the other
+delivered again after a crash are recognised on disk, and a group that comes again under another entry id (a server that
+forgot it, a copy) by its producer and seq, of which the newest `REMEMBERED` of a region are known. A region that is away, or a full disk, never stops the other
 regions, and never the learner (whose group is another). Held by tests/unit/consumers/test_recorder.py and
 tests/process/.
 """
@@ -15,7 +16,15 @@ from pathlib import Path
 
 import structlog
 
-from anabranch.consumers.parquet_writer import Entry, id_key, recorded, remove_leftovers, write_entries
+from anabranch.consumers.parquet_writer import (
+    Entry,
+    Name,
+    id_key,
+    newest_names,
+    recorded,
+    remove_leftovers,
+    write_entries,
+)
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.envelope import open_envelope
 from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError, TemporaryError, WireError
@@ -29,6 +38,7 @@ from anabranch.transport.wiring import connect_hub, connect_regions
 CONSUMER = "recorder-0"
 QUIET_POLLS_TO_END = 3
 RETRY_S = 2.0
+REMEMBERED = 20_000  # groups of a region; far more than a server can forget in its last second
 NOT_NOW = (StreamUnavailableError, BackpressureError, OSError)  # a region is away or takes no writes; our disk is full
 
 
@@ -43,6 +53,7 @@ class _Region:
     since_s: float = 0.0
     retry_at_s: float = 0.0
     error: str = ""  # of the last attempt, if it failed
+    known: dict[Name, None] = field(default_factory=dict)  # buffered or on disk, oldest first
 
 
 class Recorder:
@@ -59,6 +70,8 @@ class Recorder:
         self.rows_written = self.files_written = 0
         self._log = structlog.get_logger()
         remove_leftovers(directory)
+        for region in self._regions:
+            region.known = dict.fromkeys(newest_names(directory, region.name, REMEMBERED))
 
     def poll(self) -> int:
         """One round: read what is new, write the files that are due. Returns how many entries were read."""
@@ -70,7 +83,7 @@ class Recorder:
             try:
                 entries += self._read(region)
                 due = self._clock() - region.since_s >= self._config.recorder.seconds_per_file
-                if region.rows >= self._config.recorder.rows_per_file or (region.buffer and due):
+                if region.rows >= self._config.recorder.rows_per_file or ((region.buffer or region.skipped) and due):
                     self._write(region)
             except NOT_NOW as error:
                 self._log.warning("recording paused", region=region.name, error=str(error), retry_s=RETRY_S)
@@ -128,18 +141,26 @@ class Recorder:
             self._log.warning("entry not recorded", region=region.name, entry=delivery.entry_id, error=str(error))
             region.skipped.append(delivery.entry_id)
             return
+        entry = Entry(delivery.entry_id, envelope.seq, batch)
+        if entry.name in region.known:
+            if delivery.entry_id not in (e.entry_id for e in region.buffer):
+                region.skipped.append(delivery.entry_id)
+            return
+        region.known[entry.name] = None
+        while len(region.known) > max(REMEMBERED, len(region.buffer) + 1):
+            del region.known[next(iter(region.known))]
         if not region.buffer:
             region.since_s = self._clock()
-        region.buffer.append((delivery.entry_id, batch))
+        region.buffer.append(entry)
         region.rows += batch.num_rows
 
     def _write(self, region: _Region) -> None:
         if region.buffer:
-            path = write_entries(self._directory, region.name, sorted(region.buffer, key=lambda e: id_key(e[0])))
+            path = write_entries(self._directory, region.name, sorted(region.buffer, key=lambda e: id_key(e.entry_id)))
             self.rows_written += region.rows
             self.files_written += 1
             self._log.debug("recorded", file=path.name, rows=region.rows)
-            region.skipped += [entry_id for entry_id, _ in region.buffer]
+            region.skipped += [entry.entry_id for entry in region.buffer]
             region.buffer, region.rows = [], 0
         if region.skipped:
             region.stream.settle(RECORDER_GROUP, [(entry_id, "") for entry_id in region.skipped])

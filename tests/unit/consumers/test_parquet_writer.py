@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from anabranch.consumers.parquet_writer import id_key, recorded, remove_leftovers, write_entries
+from anabranch.consumers.parquet_writer import Entry, id_key, newest_names, recorded, remove_leftovers, write_entries
 from anabranch.schemas.trajectory import SCHEMA, decode_group, encode_group, read_batch
 from tests.groups import group
 from tests.limits import file_size_limit
@@ -18,8 +19,8 @@ def batch(index: int) -> pa.RecordBatch:
     return read_batch(encode_group(group(index)))
 
 
-def entries(*ids: str) -> list[tuple[str, pa.RecordBatch]]:
-    return [(entry_id, batch(number)) for number, entry_id in enumerate(ids)]
+def entries(*ids: str, first_seq: int = 0) -> list[Entry]:
+    return [Entry(entry_id, first_seq + number, batch(number)) for number, entry_id in enumerate(ids)]
 
 
 def test_ids_sort_by_number_not_by_text() -> None:
@@ -32,14 +33,14 @@ def test_rows_are_those_of_the_entries_and_say_which(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path)
     assert table.column("entry_id").to_pylist() == ["5-0", "5-0", "5-1", "5-1"]
     assert table.column("group_index").to_pylist() == [0, 0, 1, 1]
-    assert set(table.column_names) == (set(SCHEMA.names) | {"entry_id"})
+    assert set(table.column_names) == (set(SCHEMA.names) | {"entry_id", "seq"})
     assert table.column("region").to_pylist() == ["east"] * 4, "from the folder's name, as any Parquet reader has it"
 
 
 def test_arrays_and_spans_survive(tmp_path: Path) -> None:
     sent = read_batch(encode_group(group(3, version=7)))
-    path = write_entries(tmp_path, "east", [("1-0", sent)])
-    back = pq.read_table(path, partitioning=None).drop_columns("entry_id")
+    path = write_entries(tmp_path, "east", [Entry("1-0", 0, sent)])
+    back = pq.read_table(path, partitioning=None).drop_columns(["entry_id", "seq"])
     for name in back.column_names:
         assert back.column(name).to_pylist() == sent.column(name).to_pylist()
         assert back.schema.field(name).type == SCHEMA.field(name).type
@@ -52,7 +53,7 @@ def test_a_batch_of_a_newer_minor_version_is_written_beside_ours(tmp_path: Path)
         writer.write_batch(newer)
     payload = sink.getvalue().to_pybytes()
     assert decode_group(payload).group_index == 1
-    write_entries(tmp_path, "east", [("1-0", batch(0)), ("1-1", read_batch(payload))])
+    write_entries(tmp_path, "east", [Entry("1-0", 0, batch(0)), Entry("1-1", 1, read_batch(payload))])
     assert recorded(tmp_path, "east", ["1-0", "1-1"]) == {"1-0", "1-1"}
 
 
@@ -85,3 +86,20 @@ def test_a_write_that_fails_says_so_and_leaves_nothing_behind(tmp_path: Path) ->
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
     write_entries(tmp_path, "east", made)
     assert recorded(tmp_path, "east", ["1-49"]) == {"1-49"}
+
+
+def test_the_newest_groups_are_known_by_producer_and_seq(tmp_path: Path) -> None:
+    for number in range(3):
+        path = write_entries(tmp_path, "east", entries(f"{9 - number}-0", f"{9 - number}-1", first_seq=2 * number))
+        os.utime(path, ns=(number, number))
+    (tmp_path / "region=east" / "1-0_1-0.parquet").write_bytes(old_file(tmp_path))
+    assert newest_names(tmp_path, "east", 3) == [("p", seq) for seq in range(2, 6)]
+    assert newest_names(tmp_path, "east", 100) == [("p", seq) for seq in range(6)]
+    assert newest_names(tmp_path, "north", 100) == []
+
+
+def old_file(folder: Path) -> bytes:
+    """As before there was a `seq`."""
+    path = write_entries(folder, "west", entries("1-0"))
+    pq.write_table(pq.read_table(path, partitioning=None).drop_columns("seq"), path)
+    return path.read_bytes()

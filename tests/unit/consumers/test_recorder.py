@@ -29,6 +29,7 @@ from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.stream import Delivery, TrajectoryStream
 from tests.groups import entry
+from tests.streams import put
 
 Settles = list[tuple[str, str]]
 
@@ -56,7 +57,7 @@ class Lab:
 
     def append(self, region: str, count: int = 1) -> None:
         for _ in range(count):
-            self.world.stream(region).append(entry(self.next[region]))
+            put(self.world.stream(region), entry(self.next[region]))
             self.next[region] += 1
 
     def pending(self, region: str) -> int:
@@ -192,6 +193,39 @@ def test_an_unreadable_entry_is_passed_over_and_left_to_the_learner(lab: Lab) ->
     recorder.poll()
     assert (lab.on_disk("east"), lab.pending("east")) == ([0, 1, 2], 0)
     assert lab.world.stores["east"].dead_letters == []
+
+
+def test_a_group_that_comes_again_under_another_entry_id_is_not_recorded_twice(lab: Lab) -> None:
+    """A server that forgot its last second got it again from the spool; or somebody added a copy."""
+    east = lab.world.stores["east"]
+    recorder = lab.recorder({"east": lab.world.stream("east")})
+    before = east.save()
+    lab.append("east", 3)
+    recorder.poll()
+    assert lab.on_disk("east") == [0, 1, 2]
+    east.restore(before)
+    put(lab.world.stream("east"), *(entry(index) for index in range(3)))
+    lab.append("east")
+    recorder.poll()
+    recorder.flush()
+    assert (lab.on_disk("east"), lab.pending("east")) == ([0, 1, 2, 3], 0)
+    for fields in list(east.entries.values()):
+        east.add(fields)
+    again = lab.recorder({"east": lab.world.stream("east")})
+    while again.poll():
+        pass
+    again.flush()
+    assert (lab.on_disk("east"), lab.pending("east")) == ([0, 1, 2, 3], 0), "a restarted one knows from its files"
+
+
+def test_a_copy_of_what_is_not_yet_written_is_not_recorded_twice(lab: Lab) -> None:
+    recorder = lab.recorder({"east": lab.world.stream("east")})
+    lab.append("east")
+    east = lab.world.stores["east"]
+    east.add(next(iter(east.entries.values())))
+    recorder.poll()
+    recorder.flush()
+    assert (lab.on_disk("east"), lab.pending("east")) == ([0], 0)
 
 
 class Cut(MemoryStream):
@@ -363,7 +397,7 @@ def test_the_command_ends_when_the_run_is_finished_and_everything_is_written(
     tmp_path: Path, valkey: EmbeddedValkey, streams: RedisStream, board: RunBoard, run_name: str
 ) -> None:
     for index in range(200):
-        streams.append(entry(index))
+        put(streams, entry(index))
     board.start()
     board.finish("all steps done")
     argv = command(tmp_path, run_name, hub__url=valkey.url, regions__east__url=valkey.url, stream__block_ms="20")
@@ -385,7 +419,7 @@ def test_the_command_gives_up_with_75_when_a_region_dies_before_all_is_written(
             channel__connect_deadline_s="1.5",
         )  # fmt: skip
         link = connect(region.url, deadline_s=10, what="the test Valkey")
-        RedisStream(link, keys).append(entry(0))
+        put(RedisStream(link, keys), entry(0))
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         end = time.monotonic() + 30
         while not handed_out(link, keys):
