@@ -65,8 +65,8 @@ class HubLink:
         self._serving: PolicyVersion | None = None
         self._shard: tuple[PolicyVersion, int, int] | None = None
         self._posts: deque[tuple[PolicyVersion, int, dict[str, Any]]] = deque()
-        self._evaluating = False
-        self._next_status = self._next_renew = 0.0
+        self._evaluating: tuple[PolicyVersion, int] | None = None
+        self._next_status = self._next_renew = self._next_shard_renew = 0.0
         self._failure: Exception | None = None
         self.finished: str | None = None
         self.verification: str | None = None  # token of a request to verify the live weights
@@ -132,19 +132,20 @@ class HubLink:
             shard, self._shard = self._shard, None
             if shard is not None and shard[0] != self._serving:
                 return None  # weights were swapped meanwhile; the shard's lease runs out
-            self._evaluating = self._evaluating or shard is not None
+            if shard is not None:
+                self._evaluating = shard[:2]
             return shard
 
     def post_evaluation(self, policy: PolicyVersion, shard: int, result: Mapping[str, Any]) -> None:
         with self._lock:
             self._posts.append((policy, shard, dict(result)))
-            self._evaluating = False
+            self._evaluating = None
         self._wake.set()
 
     def drop_evaluation(self) -> None:
         """The shard taken last will have no result from us; its lease runs out."""
         with self._lock:
-            self._evaluating = False
+            self._evaluating = None
 
     def hold(self, group_index: int) -> None:
         """The group is finished and spooled: its lease goes on until `release`, and for `hold_s` at most."""
@@ -263,12 +264,19 @@ class HubLink:
         self.verification = self._runs.verification_wanted()
         self._runs.report_producer(self._producer, self._status())
 
-    def _take_shard(self, _: float) -> None:
+    def _take_shard(self, now: float) -> None:
         with self._lock:
-            serving, busy = self._serving, self._shard is not None or self._evaluating or bool(self._posts)
+            serving, busy = self._serving, bool(self._posts)
+            under_way = self._shard[:2] if self._shard is not None else self._evaluating
+        if under_way is not None:
+            if now >= self._next_shard_renew:
+                self._evaluations.renew(self._producer, *under_way, EVALUATION_LEASE_MS)
+                self._next_shard_renew = now + EVALUATION_LEASE_MS / 3000
+            return
         wanted = None if busy or serving is None else self._evaluations.wanted()
         if wanted is not None and wanted[0] == serving:
             shard = self._evaluations.take(self._producer, serving, EVALUATION_LEASE_MS)
             if shard is not None:
+                self._next_shard_renew = now + EVALUATION_LEASE_MS / 3000
                 with self._lock:
                     self._shard = (serving, shard, wanted[1])

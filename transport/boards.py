@@ -2,7 +2,8 @@
 
 Invariant: a board is never waited on by the side that writes. A run is finished once and stays so until a learner
 starts it again; an evaluation shard has one holder at a time and one result, and a dead holder's shard goes to
-another when its lease expires. A request to verify ends by itself. Held by tests/contract/test_boards.py.
+another when its lease expires (one that ends later than twice the lease asked for was written before the hub's clock stepped
+back: it counts as expired). A request to verify ends by itself. Held by tests/contract/test_boards.py.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class EvaluationBoard(Protocol):
     def take(self, producer: str, policy: PolicyVersion, lease_ms: int) -> int | None:
         """Lowest shard of `policy` without result or living lease, leased to `producer`; None if there is none or
         `policy` is not wanted."""
+        ...
+
+    def renew(self, producer: str, policy: PolicyVersion, shard: int, lease_ms: int) -> bool:
+        """Extend the lease of a shard that `producer` took. False if it is not its own any more, or has a result."""
         ...
 
     def post(self, policy: PolicyVersion, shard: int, result: Mapping[str, Any]) -> bool:

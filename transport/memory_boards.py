@@ -78,6 +78,7 @@ class MemoryRunBoard:
 @dataclass(slots=True)
 class _Shard:
     expires_ms: float
+    producer: str = ""
     result: str | None = None  # JSON
 
 
@@ -102,10 +103,18 @@ class MemoryEvaluationBoard:
             now = self._clock_ms()
             for number in range(self._wanted[1]):
                 shard = self._shards.get((policy, number))
-                if shard is None or (shard.result is None and shard.expires_ms <= now):
-                    self._shards[policy, number] = _Shard(now + lease_ms)
+                if shard is None or (shard.result is None and not now < shard.expires_ms <= now + 2 * lease_ms):
+                    self._shards[policy, number] = _Shard(now + lease_ms, producer)
                     return number
             return None
+
+    def renew(self, producer: str, policy: PolicyVersion, shard: int, lease_ms: int) -> bool:
+        with self._lock:
+            held = self._shards.get((policy, shard))
+            if held is None or held.result is not None or held.producer != producer:
+                return False
+            held.expires_ms = self._clock_ms() + lease_ms
+            return True
 
     def post(self, policy: PolicyVersion, shard: int, result: Mapping[str, Any]) -> bool:
         with self._lock:

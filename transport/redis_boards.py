@@ -82,6 +82,7 @@ class RedisEvaluationBoard:
         self._keys = keys
         self._guard = Guard(client, what)
         self._take = scripts.load(client, "board_take_shard")
+        self._renew = scripts.load(client, "board_renew_shard")
         self._post = scripts.load(client, "board_post_result")
 
     def request(self, policy: PolicyVersion, shards: int) -> None:
@@ -99,6 +100,10 @@ class RedisEvaluationBoard:
         args = [policy.epoch, policy.version, producer, lease_ms]
         shard = int(self._guard.repeat(lambda: self._take(keys=self._evaluation_keys(policy), args=args)))
         return None if shard < 0 else shard
+
+    def renew(self, producer: str, policy: PolicyVersion, shard: int, lease_ms: int) -> bool:
+        keys = [self._keys.evaluation_results(policy.epoch, policy.version)]
+        return bool(self._guard.repeat(lambda: self._renew(keys=keys, args=[producer, shard, lease_ms])))
 
     def post(self, policy: PolicyVersion, shard: int, result: Mapping[str, Any]) -> bool:
         args = [policy.epoch, policy.version, shard, json.dumps(dict(result))]

@@ -110,6 +110,26 @@ def test_a_dead_producers_shard_goes_to_another_and_the_first_result_stays(evalu
     assert evaluations.results(POLICY) == {0: {"by": "alive"}}
 
 
+def test_a_shard_under_way_is_kept_by_renewing_it(evaluations):
+    evaluations.request(POLICY, 2)
+    assert evaluations.take("p", POLICY, 30) == 0
+    assert evaluations.renew("p", POLICY, 0, LONG_MS)
+    assert not evaluations.renew("q", POLICY, 0, LONG_MS)
+    assert not evaluations.renew("p", POLICY, 1, LONG_MS)
+    assert evaluations.take("q", POLICY, LONG_MS) == 1
+    time.sleep(0.04)
+    assert evaluations.take("q", POLICY, LONG_MS) is None
+    assert evaluations.post(POLICY, 0, {"x": 1})
+    assert not evaluations.renew("p", POLICY, 0, LONG_MS), "it has its result"
+    assert evaluations.results(POLICY) == {0: {"x": 1}}
+
+
+def test_a_lease_written_before_the_clock_stepped_back_does_not_hold_a_shard_for_ever(evaluations):
+    evaluations.request(POLICY, 1)
+    assert evaluations.take("dead", POLICY, 10 * LONG_MS) == 0
+    assert evaluations.take("alive", POLICY, LONG_MS) == 0
+
+
 def test_a_shard_out_of_range_is_not_stored(evaluations):
     evaluations.request(POLICY, 2)
     assert not evaluations.post(POLICY, 2, {"x": 1})

@@ -16,7 +16,8 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 for shard = 0, wanted.shards - 1 do
   local value = redis.call('HGET', KEYS[2], shard)
   local expiry = value and tonumber(string.match(value, '^(%d+)|'))
-  if not value or (expiry and expiry <= now) then
+  -- Later than two leases from now: it was written before the clock stepped back.
+  if not value or (expiry and (expiry <= now or expiry > now + 2 * tonumber(ARGV[4]))) then
     redis.call('HSET', KEYS[2], shard, string.format('%.0f', now + tonumber(ARGV[4])) .. '|' .. ARGV[3])
     return shard
   end

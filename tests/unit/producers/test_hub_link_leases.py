@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.producers.hub_link import RETRY_LAST_S, HubLink
+from anabranch.producers.hub_link import EVALUATION_LEASE_MS, RETRY_LAST_S, HubLink
 from anabranch.schemas.errors import BackpressureError, StreamUnavailableError
 from anabranch.transport.memory_permits import MemoryPermits
 from anabranch.transport.permits import Permit
@@ -206,3 +206,23 @@ def test_a_hub_that_comes_back_under_a_held_permit_grants_it_once(monkeypatch: p
     link.turn()
     assert (link.lost(), taken(link)) == (set(), [])
     assert isinstance(fresh.take("q", max_groups=1, lease_ms=LEASE_MS)[0], Permit)
+
+
+def test_a_shard_that_takes_longer_than_its_lease_stays_ours() -> None:
+    lab = Lab()
+    link, other = lab.link(), lab.link("west-1")
+    lab.evaluations.request(V0, 1)
+    link.want(0, V0)
+    other.want(0, V0)
+    link.turn()
+    for round_ in range(8):  # granted, and then under way
+        lab.now_s += EVALUATION_LEASE_MS / 2000
+        link.turn()
+        other.turn()
+        if round_ == 3:
+            assert link.take_evaluation() == (V0, 0, 1)
+    assert other.take_evaluation() is None
+    link.drop_evaluation()
+    lab.now_s += 2 * EVALUATION_LEASE_MS / 1000
+    other.turn()
+    assert other.take_evaluation() == (V0, 0, 1)
