@@ -68,7 +68,7 @@ class Courier:
 
         Raises:
             StreamUnavailableError, BackpressureError: the stream's.
-            OSError: files of the spool cannot be written or removed.
+            OSError: the spool cannot be written.
         """
         if self.state is not CourierState.ASKING and now_s - self._asked_s < ASK_EVERY_S:
             return

@@ -15,7 +15,7 @@ import structlog
 
 from anabranch.producers.courier import ASK_EVERY_S, Courier, CourierState
 from anabranch.producers.spool_slots import Slot, SpoolSlots
-from anabranch.schemas.errors import AnabranchError, BackpressureError, DeadlineError, StreamUnavailableError
+from anabranch.schemas.errors import AnabranchError, BackpressureError, StreamUnavailableError
 from anabranch.transport.stream import TrajectoryStream
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -90,13 +90,9 @@ class Sender:
     def _carry_adopted(self, slot: Slot, courier: Courier, now: float) -> bool:
         try:
             more = self._carry(courier, now)
-            if courier.state is CourierState.EMPTY and self._stream.forget_producer(slot.spool.producer):
-                self._slots.remove(slot)
-                del self._adopted[slot]
-                structlog.get_logger().info("adopted spool is empty and removed", folder=str(slot.folder))
+            if courier.state is CourierState.EMPTY:
+                self._retire(slot)
             return more
-        except DeadlineError:
-            return False  # another process looks for a slot at this moment
         except (StreamUnavailableError, BackpressureError):
             raise
         except (AnabranchError, OSError) as error:
@@ -105,6 +101,22 @@ class Sender:
             self._refused.append(slot)
             return False
 
+    def _retire(self, slot: Slot) -> None:
+        """Nothing of an adopted spool is kept. First its files say so: else whoever finds them after the stream has forgotten
+        their producer would give everything in them again."""
+        try:
+            slot.spool.compact()
+            if self._stream.forget_producer(slot.spool.producer):
+                self._slots.remove(slot)
+                del self._adopted[slot]
+                structlog.get_logger().info("adopted spool is empty and removed", folder=str(slot.folder))
+        except StreamUnavailableError:
+            raise
+        except (
+            OSError
+        ) as error:  # the disk, or another process that looks for a slot at this moment: the next turn tries again
+            structlog.get_logger().debug("adopted spool not removed yet", folder=str(slot.folder), error=str(error))
+
     def _adopt(self, now: float) -> None:
         if now < self._look_at or len(self._adopted) >= MOST_ADOPTED:
             return
@@ -112,7 +124,7 @@ class Sender:
         ours = {slot.folder for slot in (self._own, *self._adopted, *self._refused)}
         try:
             slot = self._slots.adopt(ours=ours)
-        except (DeadlineError, OSError) as error:
+        except OSError as error:
             structlog.get_logger().debug("no look at spools left behind", error=str(error))
             return
         if slot is not None:

@@ -65,6 +65,7 @@ class Spool:
         self._lock = threading.RLock()  # over everything below
         self._segments: list[Segment] = []
         self._fd = -1  # of the last segment
+        self._stuck = ""  # why released files are still there
         self._cut_first = False  # bytes of a failed write lie behind the last record
         self._unsynced: dict[Path, None] = {}
         self._unreadable: set[int] = set()  # numbers told in the log
@@ -132,8 +133,9 @@ class Spool:
                         f"the spool {self.folder} holds {self.bytes_used} bytes and takes no further {size}: spool.max_bytes is "
                         f"{self._max_bytes}"
                     )
-                self._start_segment(self.next_seq)
-                self._drop_released()
+                self.compact()
+                if not self._fits(size):  # a file could not be removed
+                    raise BackpressureError(f"the spool {self.folder} cannot make room: {self._stuck}")
             if self._needs_file(size):
                 self._start_segment(self.next_seq)
             return self._write(group_index, payload)
@@ -219,19 +221,33 @@ class Spool:
         return tombstone(payload)
 
     def release(self, below: int) -> None:
-        """Groups with numbers below `below` need not be kept; the files that hold no other are removed.
-
-        Raises OSError: a file could not be removed; released it is all the same, and the next call tries again."""
+        """Groups with numbers below `below` need not be kept; the files that hold no other are removed. One that cannot be
+        removed is told in the log and tried again with the next call."""
         with self._lock:
             self._released = max(self._released, min(below, self.next_seq))
             self._unreadable = {seq for seq in self._unreadable if seq >= self._released}
             self._drop_released()
 
+    def compact(self) -> None:
+        """Where nothing is kept, leave one file without records, so that whoever opens the spool next sees that. Raises
+        OSError."""
+        with self._lock:
+            if self._released == self.next_seq and self._segments[-1].size > SEGMENT_HEADER:
+                self._start_segment(self.next_seq)
+            self._drop_released()
+
     def _drop_released(self) -> None:
         while len(self._segments) > 1 and self._segments[0].end_seq <= self._released:
-            with contextlib.suppress(FileNotFoundError):
-                self._segments[0].path.unlink()
-            self._unsynced.pop(self._segments[0].path, None)
+            path = self._segments[0].path
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                if not self._stuck:
+                    self._log.error("a file of the spool cannot be removed", path=str(path), error=str(error))
+                self._stuck = str(error)
+                return
+            self._stuck = ""
+            self._unsynced.pop(path, None)
             del self._segments[0]
 
     def renumber(self, first: int) -> int:

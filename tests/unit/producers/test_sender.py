@@ -23,7 +23,10 @@ class Lab:
         self.slot = self.slots.claim()
         self.spool = self.slot.spool
         self.stored: list[int] = []
-        self.sender = Sender(
+        self.sender = self.new_sender()
+
+    def new_sender(self) -> Sender:
+        return Sender(
             self.stream, self.slots, self.slot,
             region="east", release_after_s=2, on_stored=self.stored.extend, clock=lambda: self.now,
         )  # fmt: skip
@@ -178,3 +181,23 @@ def test_what_no_try_would_mend_is_raised(tmp_path: Path) -> None:
     lab.stream.append = refuse  # type: ignore[method-assign]
     with pytest.raises(AnabranchError, match="refused a command"):
         lab.run(5)
+
+
+def test_a_neighbour_killed_while_it_removes_a_spool_leaves_nothing_to_give_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream has forgotten the producer: records still in the files would be taken for new ones."""
+    lab = Lab(tmp_path)
+    producer = lab.left_behind(30)
+    lab.run(15)
+    settle_all(lab.stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.slots, "remove", lambda slot: (_ for _ in ()).throw(OSError("killed here")))
+        lab.run(6)
+        assert lab.stream.progress(producer).next_seq is None
+    lab.sender.close()
+    lab.sender = lab.new_sender()
+    lab.stream.calls.clear()
+    lab.run(30)
+    assert not [call for call in lab.stream.calls if call[0] == "append"]
+    assert not (tmp_path / "east" / "01").exists()

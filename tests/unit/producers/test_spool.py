@@ -77,6 +77,39 @@ def test_a_released_group_is_not_read_again_and_files_go_when_all_in_them_is_rel
     assert spool.floor == 51, "what was released once stays so"
 
 
+def test_files_that_cannot_be_removed_are_told_once_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = new(tmp_path)
+    fill(spool, 140, size=400)
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(
+            Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))
+        )
+        spool.release(100)
+        spool.release(141)
+        with pytest.raises(BackpressureError, match=r"cannot make room: .*Read-only file system"):
+            fill(spool, 1, size=60_000)
+    assert [line["event"] for line in logs] == ["a file of the spool cannot be removed"]
+    assert spool.floor == 141
+    spool.release(141)
+    fill(spool, 1, size=60_000)
+    assert sum(p.stat().st_size for p in segments(tmp_path)) <= 2**16
+
+
+def test_compacted_it_says_to_whoever_opens_it_that_nothing_is_kept(tmp_path: Path) -> None:
+    spool = new(tmp_path)
+    fill(spool, 9)
+    spool.release(9)
+    spool.compact()
+    assert again(tmp_path).floor == 1, "one is kept still"
+    spool.release(10)
+    spool.compact()
+    spool.compact()
+    found = again(tmp_path)
+    assert (found.floor, found.next_seq, len(segments(tmp_path))) == (10, 10, 1)
+
+
 def test_at_its_bound_it_refuses_and_loses_nothing(tmp_path: Path) -> None:
     spool = new(tmp_path)
     with pytest.raises(BackpressureError, match=r"holds \d+ bytes and takes no further 1040: spool.max_bytes is 65536"):
