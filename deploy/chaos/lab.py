@@ -12,8 +12,9 @@ from functools import cached_property
 import redis
 
 from anabranch.deploy.chaos.links import Link
+from anabranch.deploy.chaos.log_sizes import LogSizes
 from anabranch.deploy.chaos.monitor import Monitor, client
-from anabranch.deploy.chaos.place import RUN, Place
+from anabranch.deploy.chaos.place import RUN, Place, server_name
 from anabranch.deploy.chaos.sites import HUB
 from anabranch.deploy.child import Child, ChildState
 from anabranch.schemas.keys import Keys
@@ -29,6 +30,7 @@ class Lab:
         self.place, self.links, self.children, self.monitor = place, links, children, monitor
         self.regions = place.sites.regions
         self.keys = Keys(RUN)
+        self.log_sizes = LogSizes({server_name(site): place.server_data(site) for site in place.sites.names})
         self.injected: dict[str, set[str]] = {region: set() for region in self.regions}  # entry ids that faults added
 
     @cached_property

@@ -90,10 +90,12 @@ class Place:
         region = child.rpartition("-")[2]
         return region if region in self.sites.regions else HUB
 
+    def server_data(self, site: str) -> Path:
+        return self.temporary / "hub" if site == HUB else self.disks / f"redis-{site}"
+
     def server_spec(self, site: str) -> ChildSpec:
         name = server_name(site)
-        data = self.temporary / "hub" if site == HUB else self.disks / f"redis-{site}"
-        server = EmbeddedValkey(data, port=PORT, password=self.passwords[site], fsync="everysec")
+        server = EmbeddedValkey(self.server_data(site), port=PORT, password=self.passwords[site], fsync="everysec")
         argv = [*server.command(), "--logfile", "", "--bind", " ".join(["127.0.0.1", *self.sites.addresses(site)])]
         argv += ["--unixsocket", str(self._socket(site)), "--unixsocketperm", "700"]
         if self.faketime is not None:

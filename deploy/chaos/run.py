@@ -177,6 +177,7 @@ class _Chaos:
         for link in self._links.values():
             link.tend()
         if self._lab is not None:
+            self._lab.log_sizes.look(time.monotonic())
             if self._supervisor.state is State.STOPPING:
                 self._scenario.abandon(self._lab)
             else:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from anabranch.deploy.chaos import entry_faults, place_faults, process_faults
+from anabranch.deploy.chaos import entry_faults, place_faults, power, process_faults
 from anabranch.deploy.chaos.fault import Fault, FaultPlan
 from anabranch.schemas.errors import UsageError
 
 KINDS: dict[str, type[Fault]] = {
-    kind.kind: kind for kind in (*process_faults.KINDS, *place_faults.KINDS, *entry_faults.KINDS)
+    kind.kind: kind for kind in (*process_faults.KINDS, *power.KINDS, *place_faults.KINDS, *entry_faults.KINDS)
 }
 
 
