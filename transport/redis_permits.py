@@ -3,7 +3,7 @@
 Invariant: that of `permits.py`; each act is one Lua script (transport/lua/permits_*.lua), which a server out of memory runs
 as a whole (those that free, or only move what is there) or not at all. A `take` whose reply was lost is repeated with its
 nonce and gets the same permits, so no lease is left to run out for nothing.
-Held by tests/contract/test_permits.py.
+Held by tests/contract/test_permits.py and tests/contract/test_permit_full_hub.py.
 """
 
 from __future__ import annotations
