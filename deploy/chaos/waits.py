@@ -30,7 +30,7 @@ class Waits:
     def saw(self, name: str, status: Mapping[str, Any], now: float) -> None:
         """A status as it stands on the hub at `now` (monotonic seconds)."""
         who = str(status.get("region") or name)
-        what = _NUMBERS.sub("N", str(status.get("waiting_for") or "")).strip()
+        what = _NUMBERS.sub("N", str(status.get("waiting_for") or "").partition(";")[0]).strip()  # the rest is advice
         progress = (status.get("step"), status.get("epoch"), status.get("groups_done"), status.get("pid"))
         mark = (what, progress)
         held = self._since.get(name)

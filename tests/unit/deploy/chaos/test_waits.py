@@ -11,7 +11,7 @@ def learner(step: int, what: str) -> dict[str, Any]:
 
 def test_a_wait_is_as_long_as_nothing_moves() -> None:
     waits = Waits()
-    for now, step, what in [(0, 5, "8 more groups of 8"), (1, 5, "3 more groups of 8"), (9, 5, "2 more groups of 8"),
+    for now, step, what in [(0, 5, "8 more groups of 8"), (1, 5, "3 more groups of 8"), (9, 5, "2 more groups of 8; region east unreachable"),
                             (10, 6, "8 more groups of 8"), (12, 6, "8 more groups of 8"), (13, 6, ""), (20, 6, "")]:  # fmt: skip
         waits.saw("learner", learner(step, what), float(now))
     assert waits.worst() == [Wait("learner", "N more groups of N", 9.0)]
