@@ -76,8 +76,13 @@ class RedisStream:
         if not envelopes:
             return floor
         check_append(envelopes, floor, self._max_entry_bytes)
-        rows = [[e.producer, floor, e.seq, *(part for field in e.seal().items() for part in field)] for e in envelopes]
-        expected: int = self._guard.once(lambda: self._scripts.pipeline("stream_append", rows)[-1])
+        producer, seqs = envelopes[0].producer, [envelope.seq for envelope in envelopes]
+        calls = [[producer, floor, done, coming] for done, coming in zip(["", *seqs], [*seqs, ""], strict=True)]
+        entries = [
+            ["XADD", self._stream, "NOMKSTREAM", "*", *(part for field in e.seal().items() for part in field)]
+            for e in envelopes
+        ]
+        expected: int = self._guard.once(lambda: self._scripts.between("stream_append", calls, entries))[-1]
         return min(expected, envelopes[-1].seq + 1)
 
     def progress(self, producer: str) -> ProducerProgress:

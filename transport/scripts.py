@@ -28,6 +28,12 @@ def load(client: redis.Redis, name: str, *, prelude: str = "") -> Any:
     return client.register_script(f"{head}\n{body}")
 
 
+def _reason(error: Exception) -> Exception:
+    """Why a transaction was not run, where the server says so only there."""
+    _, found, reason = str(error).partition("Transaction discarded because of: ")
+    return exceptions.ResponseError(reason) if found else error
+
+
 def _text(name: str) -> str:
     return (files("anabranch.transport") / "lua" / f"{name}.lua").read_text("utf-8")
 
@@ -42,22 +48,27 @@ class Scripts:
     def run(self, name: str, *args: Any) -> Any:
         return self._script(name)(keys=self._keys, args=args)
 
-    def pipeline(self, name: str, rows: Sequence[Sequence[Any]]) -> list[Any]:
-        """The script once for each row of arguments, in order and in one round trip; the first error is raised after all
-        have run. Runs all again after a server that did not know the script: a repetition must be harmless."""
+    def between(self, name: str, calls: Sequence[Sequence[Any]], commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """A transaction, in one round trip: the script with the first of `calls`, the first of `commands`, the script with
+        the second, and so on; one call more than commands. Returns the script's replies.
+
+        Raises redis's error, the first if there are several; a server that is full refuses the whole transaction.
+        """
         script = self._script(name)
-        for last in (False, True):
-            with self._client.pipeline(transaction=False) as pipe:
-                for row in rows:
-                    pipe.evalsha(script.sha, len(self._keys), *self._keys, *row)
-                replies: list[Any] = pipe.execute(raise_on_error=False)
-            errors = [reply for reply in replies if isinstance(reply, Exception)]
-            if not errors:
-                break
-            if last or not isinstance(errors[0], exceptions.NoScriptError):
-                raise errors[0]
-            self._client.script_load(script.script)
-        return replies
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.execute_command("MULTI")
+            # The text, once: a server that did not know the digest would go on with the next command.
+            pipe.execute_command("EVAL", script.script, len(self._keys), *self._keys, *calls[0])
+            for command, call in zip(commands, calls[1:], strict=True):
+                pipe.execute_command(*command)
+                pipe.execute_command("EVALSHA", script.sha, len(self._keys), *self._keys, *call)
+            pipe.execute_command("EXEC")
+            *queued, done = pipe.execute(raise_on_error=False)
+        replies: list[Any] = [] if isinstance(done, Exception) else done
+        for reply in [*queued, *replies, done]:
+            if isinstance(reply, Exception):
+                raise _reason(reply)
+        return replies[::2]
 
     def _script(self, name: str) -> Any:
         if name not in self._loaded:

@@ -3,6 +3,9 @@ which of them the server has forgotten."""
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from anabranch.schemas.envelope import Envelope, open_envelope
@@ -51,6 +54,52 @@ def test_a_gap_is_not_stored_and_the_missing_one_is_named(backend):
     assert seqs(read(stream)) == [2]
     assert stream.append(entries(3, 4, 5, 6), floor=2) == 7
     assert seqs(read(stream)) == [3, 4, 5, 6]
+
+
+def test_a_reader_that_waits_does_not_notice_what_is_refused(backend):
+    """The stream's key is out of the way while an entry is kept out: nobody may see that."""
+    stream, reader, other = backend.stream(), backend.stream(), backend.stream()
+    stream.append(entries(0), floor=0)
+    got = read(reader) + read(other, "recorder")
+    waits = [
+        threading.Thread(target=lambda r=r, g=g: got.extend(r.read(g, "c", max_entries=9, block_ms=3000)))
+        for r, g in ((reader, GROUP), (other, "recorder"))
+    ]
+    for wait in waits:
+        wait.start()
+    time.sleep(0.1)
+    for _ in range(20):
+        assert stream.append(entries(5, 6), floor=0) == 1
+    assert all(wait.is_alive() for wait in waits)
+    stream.append(entries(1), floor=0)
+    for wait in waits:
+        wait.join(5)
+    assert sorted(seqs(got)) == [0, 0, 1, 1]
+    assert stream.state().entries == 2
+    assert {lag.name for lag in stream.state().groups} == {GROUP, "recorder"}
+
+
+def test_producers_that_append_at_once_all_get_through(backend):
+    made, expected = [backend.stream() for _ in range(4)], {}
+
+    def produce(number: int) -> None:
+        at = 0
+        while at < 40:
+            assert made[number].append(entries(at + 1, producer=f"p{number}"), floor=0) == at, "it is not its turn"
+            at = made[number].append(entries(at, at + 1, producer=f"p{number}"), floor=0)
+        expected[number] = at
+
+    threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert expected == dict.fromkeys(range(4), 40)
+    found = [open_envelope(d.fields, max_entry_bytes=100) for d in read(made[0])]
+    for number in range(4):
+        assert [e.seq for e in found if e.producer == f"p{number}"] == list(range(40))
+    counts = made[0].ledger(GROUP)
+    assert (counts.produced, counts.pending, counts.foreign) == (160, 160, 0)
 
 
 def test_a_stream_goes_on_at_the_floor_when_what_it_misses_is_held_by_nobody(backend):

@@ -1,14 +1,43 @@
 #!lua
--- Store an entry if it is the next of its producer.
--- ARGV: producer, lowest sequence number that the producer still holds, sequence number, field, value, field, value, ...
+-- Between the entries of an append: book the one just added, and let the next one in or not.
+--
+-- The entries themselves are plain XADDs with NOMKSTREAM in the same transaction, so that their payloads do not pass through
+-- Lua, which would cost as much again as storing them. An entry is kept out by having no stream to go to: its key is renamed
+-- until the next call; nobody outside of the transaction sees that.
+-- ARGV: producer, lowest sequence number that it still holds, sequence number of the entry before this call ('': none),
+--       of the entry after it ('': none)
 -- Returns the sequence number that is expected next.
+local SHUT = STREAM .. ':shut'
 local last = tonumber(redis.call('HGET', SEEN, ARGV[1]) or '-1')
 local expected = math.max(last + 1, tonumber(ARGV[2]))
-if tonumber(ARGV[3]) ~= expected then
-  return expected
+local there = redis.call('EXISTS', STREAM) == 1
+
+if ARGV[3] ~= '' then
+  if there then
+    -- Its id: no command tells the last one without a copy of the payload, but a group made there does.
+    redis.call('XGROUP', 'CREATE', STREAM, 'anabranch:last', '$')
+    for _, group in ipairs(all_groups()) do
+      if group['name'] == 'anabranch:last' then
+        note_open(group['last-delivered-id'], ARGV[1], ARGV[3])
+      end
+    end
+    redis.call('XGROUP', 'DESTROY', STREAM, 'anabranch:last')
+    redis.call('HSET', SEEN, ARGV[1], ARGV[3])
+    count('produced', 1)
+    expected = tonumber(ARGV[3]) + 1
+  elseif redis.call('EXISTS', SHUT) == 1 then
+    redis.call('RENAME', SHUT, STREAM)
+    there = true
+  end
 end
-local id = redis.call('XADD', STREAM, '*', unpack(ARGV, 4))
-redis.call('HSET', SEEN, ARGV[1], ARGV[3])
-note_open(id, ARGV[1], ARGV[3])
-count('produced', 1)
-return expected + 1
+
+if ARGV[4] ~= '' then
+  local welcome = tonumber(ARGV[4]) == expected
+  if welcome and not there then
+    redis.call('XGROUP', 'CREATE', STREAM, 'anabranch:last', '$', 'MKSTREAM')
+    redis.call('XGROUP', 'DESTROY', STREAM, 'anabranch:last')
+  elseif there and not welcome then
+    redis.call('RENAME', STREAM, SHUT)
+  end
+end
+return expected

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from anabranch.schemas.config import RunConfig, load_config
+from anabranch.schemas.envelope import Envelope
 from anabranch.schemas.errors import ConfigError, StreamUnavailableError
 from anabranch.schemas.keys import Keys
 from anabranch.transport import wiring
@@ -141,3 +142,26 @@ def test_a_blob_store_that_cannot_be_used_stops_at_the_start(valkey: EmbeddedVal
     for call in (lambda: wiring.connect_hub(config), lambda: wiring.connect_weights(config, "local")):
         with pytest.raises(ConfigError, match="'nonsense' is not valid"):
             call()
+
+
+# Dead letters
+
+
+def test_a_regions_stream_keeps_as_many_dead_letters_as_configured(valkey: EmbeddedValkey, run_name: str) -> None:
+    overrides = [f"run.name={run_name}", f"regions.here.url={valkey.url}", "stream.max_dead_letters=2"]
+    made = load_config("", overrides=overrides)
+    streams = {"one": wiring.connect_region(made, "here"), "all": wiring.connect_regions(made)["here"]}
+    letters = wiring.connect_dead_letters(made, "here")
+    for number, stream in enumerate(streams.values()):
+        first = 3 * number
+        stream.append([Envelope("p", seq, seq, b"x") for seq in range(first, first + 3)], floor=0)
+        for delivery in stream.read("learner", "c", max_entries=9, block_ms=0):
+            stream.dead_letter("learner", delivery, "unreadable")
+        assert (letters.count(), letters.made_room()) == (2, first + 1)
+        stream.close()
+    letters.close()
+
+
+def test_dead_letters_of_a_region_that_is_away_are_an_error_that_names_it() -> None:
+    with pytest.raises(StreamUnavailableError, match="the Redis of region away"):
+        wiring.connect_dead_letters(config(away=NOBODY), "away")
