@@ -1,12 +1,13 @@
 """Every Redis key and consumer-group name, with its type.
 
 Region Redis (trajectories):
-    ab:{run}:traj              stream   entries (schemas/envelope.py)
+    ab:{run}:traj              stream   entries (schemas/envelope.py); inside of an append's transaction also `traj:shut`
     ab:{run}:seen              hash     producer id -> highest sequence number appended
     ab:{run}:open              zset     "PRODUCER SEQ" (SEQ zero-padded to 20 digits, score 0): stored, not settled by the learner
     ab:{run}:open_ids          hash     entry id -> its member of `open`
     ab:{run}:ledger            hash     produced, trained, dropped:<cause> -> count of groups; requeued, made_room -> dead
-                                        letters put back, discarded
+                                        letters put back, discarded; grouped -> how often the learner's group was made,
+                                        again -> entries that it was given once more because of that
     ab:{run}:dead              stream   entries nobody can read, with `cause`
     ab:{run}:wcache:DIGEST     string   a weight chunk of an object store, kept for the region's producers
     ab:{run}:wcache_used       zset     DIGEST -> when it was last used (Unix ms)

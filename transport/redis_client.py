@@ -147,8 +147,8 @@ class Guard:
 
 
 def is_missing_group(error: Exception) -> bool:
-    """Whether a server's error says that the consumer group (or its stream) is not there."""
-    return str(error).startswith("NOGROUP")
+    """Whether a server's error says that the consumer group (or its stream) is not there, or went while it was waited for."""
+    return str(error).startswith(("NOGROUP", "UNBLOCKED"))
 
 
 def _refused(error: Exception) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 
 from anabranch.schemas.envelope import Envelope, open_envelope
 from anabranch.schemas.errors import UsageError
+from anabranch.transport.redis_stream import RedisStream
 from anabranch.transport.stream import GroupLag, ProducerProgress
+from tests.contract.backends import SERVERS
 from tests.streams import put
 
 GROUP = "learner"
@@ -68,6 +71,28 @@ def test_a_destroyed_group_gets_all_again_and_the_ledger_says_so(backend):
     stream.settle(GROUP, [(d.entry_id, "trained") for d in read(stream)])
     counts = stream.ledger(GROUP)
     assert (counts.pending, counts.balanced, stream.progress("p").lowest_open) == (0, True, None)
+
+
+@pytest.mark.parametrize("what", ["group", "stream"])
+@pytest.mark.parametrize("server", SERVERS)
+def test_what_goes_while_it_is_waited_for_is_made_again(client_of, keys, server, what):
+    client, stream = client_of(server), RedisStream(client_of(server), keys)
+    put(stream, *entries(1))
+    read(stream)
+    got: list[int] = []
+    wait = threading.Thread(
+        target=lambda: got.extend(seqs(stream.read(GROUP, "c", max_entries=9, block_ms=3000))), daemon=True
+    )
+    wait.start()
+    time.sleep(0.1)
+    if what == "group":
+        client.xgroup_destroy(keys.trajectories, GROUP)
+    else:
+        client.delete(keys.trajectories)
+        time.sleep(0.1)
+        put(RedisStream(client, keys), *entries(1, first=1))
+    wait.join(10)
+    assert got == ([0] if what == "group" else [1])
 
 
 def test_what_was_deleted_before_the_group_was_made_anew_is_lost(backend):
