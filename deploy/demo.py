@@ -205,7 +205,10 @@ class _Demo:
             ledger = read_ledger(self._short_patience())
         except AnabranchError:
             return
-        plain = {r: {"produced": c.produced, "pending": c.pending, "fates": c.fates} for r, c in ledger.items()}
+        plain = {
+            r: {"produced": c.produced, "foreign": c.foreign, "pending": c.pending, "fates": c.fates}
+            for r, c in ledger.items()
+        }
         write_atomically(self._directory / LEDGER_FILE, (json.dumps(plain, indent=2) + "\n").encode())
 
     def _connect_board(self) -> RunBoard:

@@ -87,6 +87,11 @@ def alarms(view: RunView) -> list[str]:
     found = [f"{c.name} is {c.state}: {c.last_exit}" for c in view.children if c.state in ("backoff", "failed")]
     if view.stopping:  # silence is what was asked for
         return found
+    if view.learner:
+        found += view.learner.alarms
+        found += [
+            f"region {name}: {how}" for name, how in view.learner.regions.items() if how.startswith("unreachable")
+        ]
     if view.learner and view.now_ms - view.learner.updated_ms > _learner_may_be_silent_s(view) * 1000:
         found.append(f"learner silent for {(view.now_ms - view.learner.updated_ms) / 1000:.0f} s")
     for name, status in view.producers.items():

@@ -1,7 +1,7 @@
 """What a run came to: `summary.json` for programs, `summary.md` for people.
 
 Invariant: everything in it is computed from files of the run directory (metrics.jsonl, run.json, ledger.json,
-swaps.jsonl), so `anabranch report` gives the same again; what was not recorded is null, never a guess.
+swaps.jsonl, fates/), so `anabranch report` gives the same again; what was not recorded is null, never a guess.
 Held by tests/unit/deploy/test_summary.py.
 """
 
@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from anabranch.consumers.drops import tally, verdicts
+from anabranch.consumers.fate_files import FATES_DIRECTORY, read_fates
 from anabranch.deploy.history import History, read_history
 from anabranch.schemas.errors import UsageError
 from anabranch.schemas.metrics import EvaluationRecord
@@ -90,6 +92,7 @@ def summarise(history: History, run_dir: Path) -> dict[str, Any]:
         "changed_fraction_median": _median(s.changed_fraction for s in steps),
         "dropped_groups": dict(dropped),
         "ledger": _json(run_dir / LEDGER_FILE),
+        "drops_differ": _drops(run_dir),
         "restarts": run.get("restarts"),
         "unreadable_metric_lines": history.unreadable_lines,
         "machine": run.get("machine"),
@@ -115,8 +118,13 @@ def as_markdown(summary: dict[str, Any]) -> str:
         ]
         for region, counts in sorted(ledger.items()):
             fates = ", ".join(f"{fate} {n}" for fate, n in sorted(counts["fates"].items())) or "–"
-            whole = "yes" if counts["produced"] == counts["pending"] + sum(counts["fates"].values()) else "**no**"
-            lines.append(f"| {region} | {counts['produced']} | {fates} | {counts['pending']} | {whole} |")
+            foreign = counts.get("foreign", 0)
+            added = counts["produced"] + foreign
+            whole = "yes" if added == counts["pending"] + sum(counts["fates"].values()) else "**no**"
+            produced = f"{counts['produced']}" + (f" + {foreign} foreign" if foreign else "")
+            lines.append(f"| {region} | {produced} | {fates} | {counts['pending']} | {whole} |")
+    if summary["drops_differ"]:
+        lines += ["", *(f"- {verdict}" for verdict in summary["drops_differ"])]
     machine = summary["machine"]
     if machine:
         lines += ["", "## Machine", "", *(f"- {key}: {value}" for key, value in machine.items() if key != "packages")]
@@ -180,6 +188,12 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _evaluation(record: EvaluationRecord | None) -> dict[str, Any] | None:
     return None if record is None else record.model_dump(exclude={"event", "time_ms"})
+
+
+def _drops(run_dir: Path) -> list[str] | None:
+    """In words, where dropped groups differ from trained ones; None where no fates were logged."""
+    directory = run_dir / FATES_DIRECTORY
+    return verdicts(tally(read_fates(directory))) if directory.is_dir() else None
 
 
 def _mean_age(history: History) -> float | None:

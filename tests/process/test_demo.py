@@ -189,7 +189,7 @@ def test_a_whole_run(demo: Demo) -> None:
     ]
     summary = json.loads((demo.run_dir / "summary.json").read_text())
     assert (summary["completed"], summary["steps"], summary["swap_pause_ms_median"]) == (True, 10, 5.0)
-    assert summary["ledger"] == {r: {"produced": 0, "pending": 0, "fates": {}} for r in ("east", "west")}
+    assert summary["ledger"] == {r: {"produced": 0, "foreign": 0, "pending": 0, "fates": {}} for r in ("east", "west")}
     assert set(summary["restarts"].values()) == {0}
     assert "--set task.heldout_size=40" in (demo.run_dir / "logs/model.log").read_text(), (
         "the warm start knows the task"

@@ -116,6 +116,19 @@ def test_alarms_name_who_and_why(view: RunView, step_record: Callable[..., StepR
     assert "! alarm recorder is backoff" in "\n".join(screen(view, 100))
 
 
+def test_what_the_learner_finds_wrong_is_an_alarm(view: RunView) -> None:
+    assert view.learner is not None
+    view.learner = view.learner.model_copy(
+        update={
+            "alarms": ("1 groups are missing from the ledger of region west",),
+            "regions": {"east": "reading for 9 s", "west": "unreachable for 70 s (no route)"},
+        }
+    )
+    assert alarms(view) == [
+        "1 groups are missing from the ledger of region west", "region west: unreachable for 70 s (no route)",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("state", "silent_s", "alarmed"), [
     ("stepping", 55, False), ("stepping", 65, True), ("waiting for a batch", 55, True),
 ])  # fmt: skip

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.consumers.fate_log import FateLog
 from anabranch.deploy.summary import machine_facts, write_report
 from anabranch.schemas.errors import UsageError
+from tests.fates import record
 
 
 def test_figures_of_a_whole_run(run_dir: Path) -> None:
@@ -40,6 +42,24 @@ def test_figures_of_a_whole_run(run_dir: Path) -> None:
     assert "| east | 700 | dropped:age 10, trained 680 | 10 | yes |" in page
     assert "| west | 700 | trained 699 | 0 | **no** |" in page
     assert "east-0 2" in page
+
+
+def test_foreign_entries_and_biased_drops_are_told(run_dir: Path) -> None:
+    east = {
+        "produced": 60,
+        "foreign": 1,
+        "pending": 0,
+        "fates": {"trained": 40, "dropped:age": 20, "dropped:duplicate": 1},
+    }
+    (run_dir / "ledger.json").write_text(json.dumps({"east": east}))
+    log = FateLog(run_dir / "fates", file_lines=100)
+    log.append(record(seq=s, tokens=100 + s) for s in range(40))
+    log.append(record(seq=s, tokens=500 + s, fate="dropped:age") for s in range(40, 60))
+    log.close()
+    page = write_report(run_dir, plots=False)[1].read_text()
+    assert "| east | 60 + 1 foreign |" in page
+    assert "| 0 | yes |" in page
+    assert "- dropped:age: slow groups are dropped more than fast ones" in page
 
 
 def test_metrics_alone_are_enough_and_nothing_is_guessed(run_dir: Path) -> None:
