@@ -7,6 +7,7 @@ reference, which judges it. Held by tests/property/test_trajectory_codec.py.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from anabranch.schemas.trajectory_batch import ENDS, SCHEMA_MESSAGE, read_columns
+from anabranch.schemas.trajectory_batch import END_OF_STREAM, SCHEMA_MESSAGE, PlainBatch, read_batch, read_plain
 from anabranch.schemas.trajectory_reference import encode_slowly, group_of_batch
 from anabranch.schemas.trajectory_schema import SCHEMA, SPAN, Group, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
@@ -26,7 +27,6 @@ from anabranch.schemas.versions import PolicyVersion, VersionSpan
 _INT32, _INT64, _FLOAT, _DOUBLE = pa.int32(), pa.int64(), pa.float32(), pa.float64()
 _INTS, _FLOATS, _SPANS = pa.list_(_INT32), pa.list_(_FLOAT), pa.list_(SPAN)
 _CODE = {_INT32: "i", _INT64: "q", _DOUBLE: "d"}
-_AT = {name: i for i, name in enumerate(SCHEMA.names)}
 
 
 def encode_group(group: Group) -> bytes:
@@ -37,7 +37,7 @@ def encode_group(group: Group) -> bytes:
         columns = None
     if columns is None:
         return encode_slowly(group)
-    return b"".join((SCHEMA_MESSAGE, pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize(), ENDS))
+    return b"".join((SCHEMA_MESSAGE, pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize(), END_OF_STREAM))
 
 
 def decode_group(payload: bytes | memoryview) -> Group:
@@ -46,8 +46,8 @@ def decode_group(payload: bytes | memoryview) -> Group:
     Raises:
         SchemaVersionError, TrajectoryError: as `read_batch`, or a rollout that is not well formed.
     """
-    batch, columns = read_columns(payload)
-    return _group_of(columns) or group_of_batch(batch)
+    plain = read_plain(payload)
+    return (plain and _group_of(plain)) or group_of_batch(plain.batch if plain else read_batch(payload))
 
 
 def _columns_of(group: Group) -> list[pa.Array] | None:
@@ -78,7 +78,7 @@ def _columns_of(group: Group) -> list[pa.Array] | None:
         _same_text(group.run, n), _same_text(group.region, n), _same_text(group.producer, n),
         _flat(_INT64, [group.group_index] * n),
         _flat(_INT32, samples),
-        _flat(_INT32, [group.attempt] * n),
+        _same_number(_INT32, group.attempt, n),
         _lists(_INTS, array("i", range(0, (n + 1) * len(prompt), len(prompt))), prompts),
         _lists(_INTS, token_ends, pa.Array.from_buffers(_INT32, len(tokens), [None, pa.py_buffer(tokens)])),
         _lists(_FLOATS, token_ends, pa.Array.from_buffers(_FLOAT, len(tokens), [None, pa.py_buffer(logprobs)])),
@@ -87,7 +87,7 @@ def _columns_of(group: Group) -> list[pa.Array] | None:
         _texts([r.finish_reason for r in rows]),
         _texts([group.prompt_text] * n), _texts([r.text for r in rows]), _texts([group.answer] * n),
         _flat(_INT64, [r.started_ms for r in rows]), _flat(_INT64, [r.finished_ms for r in rows]),
-        _flat(_INT32, [group.group_size] * n),
+        _same_number(_INT32, group.group_size, n),
     ]  # fmt: skip
 
 
@@ -114,6 +114,11 @@ def _same_text(value: str, n: int) -> pa.Array:
     return _texts([value] * n)
 
 
+@lru_cache(maxsize=64)
+def _same_number(kind: pa.DataType, value: int, n: int) -> pa.Array:
+    return _flat(kind, [value] * n)
+
+
 def _lists(kind: pa.DataType, ends: array[int], values: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(ends)], children=[values])
 
@@ -122,7 +127,11 @@ def _lists(kind: pa.DataType, ends: array[int], values: pa.Array) -> pa.Array:
 # rollout are so few that Python is quicker.
 
 
-def _indices_are_sound(group_index: int, samples: list[int]) -> bool:
+def _ascends(values: Sequence[int]) -> bool:
+    return all(a < b for a, b in pairwise(values))
+
+
+def _indices_are_sound(group_index: int, samples: Sequence[int]) -> bool:
     return group_index >= 0 and min(samples) >= 0
 
 
@@ -131,13 +140,13 @@ def _tokens_are_sound(
     tokens: NDArray[np.int32],
     ends: Sequence[int],
     logprobs: NDArray[np.float32],
-    rewards: list[float],
+    rewards: Sequence[float],
 ) -> bool:
     """A NaN is what `min` and `max` return if there is one, and fails every comparison."""
     return bool(
         len(prompt)
         and tokens.ndim == logprobs.ndim == 1
-        and all(a < b for a, b in pairwise(ends))
+        and _ascends(ends)
         and prompt.min() >= 0
         and tokens.min() >= 0
         and logprobs.max() <= 1e-3
@@ -147,75 +156,115 @@ def _tokens_are_sound(
 
 
 def _spans_are_sound(
-    ends: Sequence[int], epochs: list[int], versions: list[int], starts: list[int], token_ends: Sequence[int]
+    ends: Sequence[int],
+    epochs: Sequence[int],
+    versions: Sequence[int],
+    starts: Sequence[int],
+    token_ends: Sequence[int],
 ) -> bool:
     if len(starts) == len(ends) - 1:  # one each, as almost always
         ordered = list(ends) == list(range(len(ends))) and not any(starts)
     else:
-        ordered = all(a < b for a, b in pairwise(ends)) and all(
-            starts[first] == 0
-            and all(a < b for a, b in pairwise(starts[first:end]))
-            and starts[end - 1] < token_ends[i + 1] - token_ends[i]
+        ordered = _ascends(ends) and all(
+            starts[first] == 0 and _ascends(starts[first:end]) and starts[end - 1] < token_ends[i + 1] - token_ends[i]
             for i, (first, end) in enumerate(pairwise(ends))
         )
     return ordered and min(epochs) >= 0 and min(versions) >= 0
 
 
-def _group_of(columns: Sequence[pa.Array]) -> Group | None:
-    """The group in `columns` if it is plainly well formed; None for any other."""
-    n = len(columns[0])
-
-    def values(name: str) -> list[Any]:
-        found: list[Any] = columns[_AT[name]].to_pylist()
-        return found
-
-    constant = {name: values(name) for name in _CONSTANT}
-    prompts, prompt_ends = _list_column(columns, "prompt_token_ids")
-    tokens, token_ends = _list_column(columns, "token_ids")
-    logprobs, logprob_ends = _list_column(columns, "logprobs")
-    samples, rewards = values("sample_index"), values("reward")
-    span_column = columns[_AT["version_spans"]]
-    span_ends = span_column.offsets.to_pylist()
-    spans = span_column.values
-    epochs, versions, starts = (spans.field(i).to_pylist()[span_ends[0] : span_ends[-1]] for i in range(3))
-    if span_ends[0]:
-        span_ends = [end - span_ends[0] for end in span_ends]
-    prompt = prompts[: prompt_ends[1]]
-    if (
-        any(found.count(found[0]) != n for found in constant.values())
-        or constant["group_size"][0] < n
-        or len(set(samples)) != n
-        or logprob_ends != token_ends
-        or prompt_ends != list(range(0, len(prompts) + 1, max(1, len(prompt))))
-        or not (prompts.reshape(n, -1) == prompt).all()
-        or not _indices_are_sound(constant["group_index"][0], samples)
-        or not _tokens_are_sound(prompt, tokens, token_ends, logprobs, rewards)
-        or not _spans_are_sound(span_ends, epochs, versions, starts, token_ends)
-    ):
-        return None
-    made = [VersionSpan(PolicyVersion(e, v), s) for e, v, s in zip(epochs, versions, starts, strict=True)]
-    rows = zip(
-        samples, pairwise(token_ends), pairwise(span_ends), rewards, values("finish_reason"), values("text"),
-        values("started_ms"), values("finished_ms"), strict=True,
-    )  # fmt: skip
-    return Group(
-        **{name: found[0] for name, found in constant.items()},
-        prompt_token_ids=prompt,
-        rollouts=tuple(
-            Rollout(sample, tokens[a:b], logprobs[a:b], tuple(made[c:d]), reward, reason, text, started, finished)
-            for sample, (a, b), (c, d), reward, reason, text, started, finished in rows
-        ),
+def _group_of(plain: PlainBatch) -> Group | None:
+    """The group in `plain` if it is plainly well formed; None for any other."""
+    n, buffers = plain.batch.num_rows, plain.buffers
+    at = _BUFFERS
+    samples = _numbers("i", n, buffers[at["sample_index"]])
+    rewards = _numbers("d", n, buffers[at["reward"]])
+    group_index, attempt, group_size = (
+        _constant_number(code, n, buffers[at[name]])
+        for code, name in (("q", "group_index"), ("i", "attempt"), ("i", "group_size"))
     )
+    run, region, producer, prompt_text, answer = (
+        _constant_text(n, *buffers[at[name] : at[name] + 2])
+        for name in ("run", "region", "producer", "prompt_text", "answer")
+    )
+    prompt = _constant_list(n, *buffers[at["prompt_token_ids"] : at["prompt_token_ids"] + 3])
+    if group_index is None or attempt is None or group_size is None or prompt is None:
+        return None
+    if run is None or region is None or producer is None or prompt_text is None or answer is None:
+        return None
+    ends = _numbers("i", n + 1, buffers[at["token_ids"]])
+    if ends[0] or not _ascends(ends) or _numbers("i", n + 1, buffers[at["logprobs"]]) != ends:
+        return None  # else there are as many values as the offsets say
+    tokens = np.frombuffer(buffers[at["token_ids"] + 2], np.int32, ends[-1])
+    logprobs = np.frombuffer(buffers[at["logprobs"] + 2], np.float32, ends[-1])
+    span_ends = _numbers("i", n + 1, buffers[at["version_spans"]])
+    # behind the offsets: validity of the structs, then validity and values of each field
+    epochs, versions, starts = (
+        _numbers(code, span_ends[-1], buffers[at["version_spans"] + i]) for code, i in (("i", 3), ("q", 5), ("i", 7))
+    )
+    if (
+        group_size < n
+        or span_ends[0]
+        or len(set(samples)) != n
+        or not _indices_are_sound(group_index, samples)
+        or not _tokens_are_sound(prompt, tokens, ends, logprobs, rewards)
+        or not _spans_are_sound(span_ends, epochs, versions, starts, ends)
+    ):  # fmt: skip
+        return None
+    made = {
+        key: VersionSpan(PolicyVersion(*key[:2]), key[2]) for key in set(zip(epochs, versions, starts, strict=True))
+    }
+    spans = [made[key] for key in zip(epochs, versions, starts, strict=True)]
+    rows = zip(
+        samples, pairwise(ends), pairwise(span_ends), rewards, _texts_in(n, *buffers[at["finish_reason"] : at["finish_reason"] + 2]),
+        _texts_in(n, *buffers[at["text"] : at["text"] + 2]), _numbers("q", n, buffers[at["started_ms"]]),
+        _numbers("q", n, buffers[at["finished_ms"]]), strict=True,
+    )  # fmt: skip
+    rollouts = tuple(
+        Rollout(sample, tokens[a:b], logprobs[a:b], tuple(spans[c:d]), reward, reason, text, started, finished)
+        for sample, (a, b), (c, d), reward, reason, text, started, finished in rows
+    )
+    return Group(run, region, producer, group_index, attempt, prompt, prompt_text, answer, rollouts, group_size)
 
 
-_CONSTANT = ("run", "region", "producer", "group_index", "attempt", "prompt_text", "answer", "group_size")
+def _numbers(code: str, count: int, buffer: pa.Buffer) -> tuple[Any, ...]:
+    return struct.unpack_from(f"<{count}{code}", buffer) if count else ()
 
 
-def _list_column(columns: Sequence[pa.Array], name: str) -> tuple[NDArray[Any], list[int]]:
-    """The values of a list column as one view, and its offsets into that view."""
-    column = columns[_AT[name]]
-    ends: list[int] = column.offsets.to_pylist()
-    values: NDArray[Any] = column.values.to_numpy()
-    if ends[0] or ends[-1] != len(values):  # rows of a larger column
-        return values[ends[0] : ends[-1]], [end - ends[0] for end in ends]
-    return values, ends
+def _constant_number(code: str, n: int, buffer: pa.Buffer) -> int | None:
+    values = _numbers(code, n, buffer)
+    return values[0] if values.count(values[0]) == n else None
+
+
+def _texts_in(n: int, offsets: pa.Buffer, data: pa.Buffer | None) -> list[str]:
+    held = memoryview(data or b"")
+    return [str(held[a:b], "utf-8") for a, b in pairwise(_numbers("i", n + 1, offsets))]
+
+
+def _constant_text(n: int, offsets: pa.Buffer, data: pa.Buffer | None) -> str | None:
+    ends = _numbers("i", n + 1, offsets)
+    length = ends[1] - ends[0]
+    if any(b - a != length for a, b in pairwise(ends)):
+        return None
+    held = bytes(memoryview(data or b"")[ends[0] : ends[-1]])
+    return held[:length].decode() if held == held[:length] * n else None
+
+
+def _constant_list(n: int, offsets: pa.Buffer, _: None, data: pa.Buffer | None) -> NDArray[np.int32] | None:
+    ends = _numbers("i", n + 1, offsets)
+    length = ends[1] - ends[0]
+    if data is None or ends != tuple(range(0, n * length + 1, max(1, length))):
+        return None
+    values = np.frombuffer(data, np.int32, n * length)
+    return values[:length] if n == 1 or (values.reshape(n, length) == values[:length]).all() else None
+
+
+def _first_buffers() -> dict[str, int]:
+    """For each column the place, among the buffers of `PlainBatch`, of the first behind its validity."""
+    places, at = {}, 1
+    for field in SCHEMA:
+        places[field.name] = at + 1
+        at += len(pa.array([], field.type).buffers())
+    return places
+
+
+_BUFFERS = _first_buffers()

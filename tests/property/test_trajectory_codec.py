@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from anabranch.schemas import trajectory_codec
 from anabranch.schemas.errors import TrajectoryError
 from anabranch.schemas.trajectory import SCHEMA, Group, decode_group, encode_group, read_batch
+from anabranch.schemas.trajectory_batch import PlainBatch, read_plain
 from anabranch.schemas.trajectory_reference import columns_of, encode_slowly, group_of_batch
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 from tests.groups import fields_of, group, groups, rollout
@@ -47,17 +48,41 @@ def test_a_good_group_is_written_and_read_as_by_the_reference(good: Group) -> No
 def test_a_good_group_never_needs_the_reference(good: Group) -> None:
     """Else the test above would compare the reference with itself."""
     assert trajectory_codec._columns_of(good) is not None
-    assert trajectory_codec._group_of(read_batch(encode_slowly(good)).columns) is not None
+    plain = read_plain(encode_slowly(good))
+    assert plain is not None
+    assert trajectory_codec._group_of(plain) is not None
 
 
 @given(groups(), st.data())
-def test_rows_inside_a_larger_batch(good: Group, data: st.DataObject) -> None:
-    """Other writers may leave offsets that do not begin at 0."""
+def test_rows_of_a_larger_batch_are_read_as_by_the_reference(good: Group, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(good.rollouts) - 1))
     part = read_batch(encode_group(good)).slice(first, data.draw(st.integers(1, len(good.rollouts) - first)))
-    decoded = trajectory_codec._group_of(part.columns)
-    assert decoded is not None
-    assert fields_of(decoded) == fields_of(group_of_batch(part))
+    payload = written(part.columns)
+    assert (
+        fields_of(decode_group(payload))
+        == fields_of(group_of_batch(read_batch(payload)))
+        == fields_of(group_of_batch(part))
+    )
+
+
+@pytest.mark.parametrize("name", ["prompt_token_ids", "token_ids", "logprobs", "version_spans"])
+def test_offsets_that_do_not_begin_at_0_are_left_to_the_reference(name: str) -> None:
+    """Arrow allows them; another writer may leave them."""
+    columns = columns_of(group(3))
+    at = SCHEMA.names.index(name)
+    column = columns[at]
+    values = pa.concat_arrays([column.values[:1], column.values])
+    columns[at] = pa.ListArray.from_arrays(pa.array([o + 1 for o in column.offsets.to_pylist()], pa.int32()), values)
+    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    assert trajectory_codec._group_of(PlainBatch(batch, batch.to_struct_array().buffers())) is None
+    assert fields_of(group_of_batch(batch)) == fields_of(group(3))
+
+
+@pytest.mark.parametrize("behind", [b"", b"\0" * 8, b"\xff\xff\xff\xff\0\0\0\0" * 2])
+def test_what_follows_the_batch_is_judged_as_by_arrow(behind: bytes) -> None:
+    """A stream may end without its mark; whatever comes behind the mark is nobody's."""
+    payload = encode_group(group(3))[:-8] + behind
+    assert outcome(lambda: decode_group(payload)) == fields_of(group(3))
 
 
 ODD = st.sampled_from([float("nan"), float("inf"), -float("inf"), 0.0, 1e-3, 0.0011, -1.0])
