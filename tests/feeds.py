@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.consumers.fate_files import FATES_DIRECTORY, read_fates
-from anabranch.consumers.fate_log import FateLog
+from anabranch.consumers.fate_log import RECALL, FateLog
 from anabranch.consumers.reader import Reader
 from anabranch.learner.feed import FedBatch, Feed
 from anabranch.schemas.config import StreamSection
@@ -58,13 +58,16 @@ class FeedWorld:
         self.now_ms = 0.0
         self.permits = MemoryPermits("run", clock_ms=lambda: self.now_ms)
         self.seq = 0
+        self.file_lines, self.recall = 100, RECALL  # of the fate log
         self._living: Feed | None = None
 
     def feed(self, state: Mapping[str, Any] | None = None, *, why: Any = lambda: "") -> Feed:
         """Without opening permits. `state` goes the way of a checkpoint, through JSON."""
         self.die()
         resumed = json.loads(json.dumps(state)) if state is not None else {}
-        log = FateLog(self.root / FATES_DIRECTORY, file_lines=100, since=resumed.get("fate_log"))
+        log = FateLog(
+            self.root / FATES_DIRECTORY, file_lines=self.file_lines, recall=self.recall, since=resumed.get("fate_log")
+        )
         reader = Reader(
             self.streams, run="run", group=LEARNER_GROUP, consumer="learner-0", config=StreamSection(block_ms=2)
         )
