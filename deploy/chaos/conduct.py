@@ -17,7 +17,7 @@ from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import EXIT_OK, EXIT_PROTOCOL, EXIT_TEMPORARY
 
 TOLERANCE_S = 15.0  # looks are a second apart, and two busy cores late
-_EXPECTED = {-signal.SIGKILL, -signal.SIGTERM, EXIT_OK, EXIT_PROTOCOL, EXIT_TEMPORARY}
+_EXPECTED = {-signal.SIGKILL, -signal.SIGTERM, EXIT_OK, EXIT_TEMPORARY}
 
 
 def exits_check(codes: Mapping[str, Sequence[int]], *, hub_forgot: bool = False) -> Check:

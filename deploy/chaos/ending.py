@@ -18,14 +18,14 @@ from typing import Any
 import redis
 
 from anabranch.deploy.chaos import conduct, report
-from anabranch.deploy.chaos.evidence import Evidence, Identity, read_books, read_fate_lines
+from anabranch.deploy.chaos.evidence import Evidence, Identity, read_books, read_fate_lines, read_spools
 from anabranch.deploy.chaos.exits import Exits
 from anabranch.deploy.chaos.lab import Lab
 from anabranch.deploy.chaos.monitor import JsonTail, Watch
 from anabranch.deploy.chaos.scenario import Scenario
 from anabranch.deploy.chaos.verdict import Check, judge
 from anabranch.schemas.config import RunConfig
-from anabranch.schemas.errors import EXIT_OK, EXIT_TEMPORARY, AnabranchError
+from anabranch.schemas.errors import EXIT_OK, EXIT_TEMPORARY
 from anabranch.transport.metrics_log import METRICS_FILE
 
 EVIDENCE = "evidence"
@@ -59,7 +59,11 @@ def collect(lab: Lab, exits: Exits, scenario: Scenario) -> Ending:
     for region in lab.regions:
         with contextlib.suppress(shutil.Error, OSError):
             shutil.copytree(lab.place.spool(region), kept / "spool" / region, dirs_exist_ok=True)
-        _read_spools(evidence, lab.place.spool(region), region)
+        spooled, damage = read_spools(lab.place.spool(region), region)
+        evidence.damage += damage
+        for identity in spooled:
+            evidence.spooled[identity] = 1
+            evidence.saw(identity)
         try:
             books = evidence.books[region] = read_books(lab.servers[region], lab.keys, region)
         except (redis.RedisError, OSError) as error:
@@ -115,16 +119,3 @@ def tracebacks(logs: Path) -> list[str]:
         for match in re.finditer(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)*(.*)", text, re.M):
             found.append(f"{path.name}: {match[1][:160]}")
     return found
-
-
-def _read_spools(evidence: Evidence, folder: Path, region: str) -> None:
-    from anabranch.producers.spool_load import read_spool, spool_folders
-
-    for spool in spool_folders(folder):
-        try:
-            for producer, seq, _, _ in read_spool(spool):
-                identity = Identity(region, producer, seq)
-                evidence.spooled[identity] = 1
-                evidence.saw(identity)
-        except (AnabranchError, OSError) as error:
-            evidence.damage.append(f"spool {spool.name} of {region}: {error}")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import redis
 
 from anabranch.deploy.chaos.monitor import plain
+from anabranch.schemas.errors import AnabranchError
 from anabranch.schemas.keys import LEARNER_GROUP, Keys
 
 
@@ -45,6 +46,7 @@ class RegionBooks:
     requeued: int = 0
     fates: dict[str, int] = field(default_factory=dict)
     open: Counter[Identity] = field(default_factory=Counter)
+    unread: set[Identity] = field(default_factory=set)  # of the open ones: not yet delivered to it
     open_unreadable: int = 0
     dead: Counter[Identity] = field(default_factory=Counter)
     dead_letters: int = 0
@@ -91,6 +93,20 @@ def read_fate_lines(folder: Path) -> tuple[list[FateLine], list[str]]:
     return lines, damage
 
 
+def read_spools(folder: Path, region: str) -> tuple[set[Identity], list[str]]:
+    """Every whole record of the spools under `folder`, by the spool's own reader, and what is not readable."""
+    from anabranch.producers.spool_load import read_spool, spool_folders
+
+    found: set[Identity] = set()
+    damage = []
+    for spool in spool_folders(folder):
+        try:
+            found |= {Identity(region, producer, seq) for producer, seq, _, _ in read_spool(spool)}
+        except (AnabranchError, OSError) as error:
+            damage.append(f"spool {spool.name} of {region}: {error}")
+    return found, damage
+
+
 def read_books(server: redis.Redis, keys: Keys, region: str) -> RegionBooks:
     """Raises redis.RedisError."""
     books = RegionBooks()
@@ -124,6 +140,8 @@ def read_books(server: redis.Redis, keys: Keys, region: str) -> RegionBooks:
             books.open_unreadable += 1
         else:
             books.open[identity] += 1
+            if order(entry_id) > last:
+                books.unread.add(identity)
     books.open_unreadable += len(held)  # acknowledged by nobody, and their data is gone
     return books
 

@@ -6,6 +6,8 @@ Held by tests/process/test_chaos.py and tests/unit/deploy/chaos/test_outages.py.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,13 +15,11 @@ from typing import Any, TextIO
 
 import redis
 
-from anabranch.deploy.chaos.entry_faults import last_delivered
-from anabranch.deploy.chaos.evidence import FateLine, Identity, flat, order, read_books, read_fate_lines
+from anabranch.deploy.chaos.evidence import FateLine, Identity, flat, read_books, read_fate_lines, read_spools
 from anabranch.deploy.chaos.lab import Lab
 from anabranch.deploy.chaos.place_faults import NO_MEMORY, set_memory
 from anabranch.deploy.chaos.verdict import Check
 from anabranch.schemas.errors import WireError
-from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.trajectory import decode_group
 
 BEFORE_S = 30.0  # steps per minute are counted over so long before and after the outage
@@ -110,65 +110,86 @@ class Outage:
 
 
 class CutOff(Outage):
-    """The first region's link is cut. Its producer goes on as far as its permits reach."""
+    """The first region's link is cut. `SPOOLING_S` before that its Redis stops, and comes back with the link: what the producer
+    finishes meanwhile stays in its spool, as where all of a site is away."""
 
     name = "cut"
+    SPOOLING_S = 4.0
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
-        self.backlog: set[Identity] = set()
-        self._last_entry = "0-0"
-        self.steps_while_out = 0
+        self.waited: dict[str, set[Identity]] = {}  # where -> what had no end when the region came back
+        self._frozen: int | None = None
+        self._cut = False
         self.tables = {}
+
+    @property
+    def backlog(self) -> set[Identity]:
+        return set().union(*self.waited.values())
 
     def start(self, lab: Lab) -> None:
         self.region = lab.regions[0]
-        lab.links[self.region].cut()
+        self._server(lab, signal.SIGSTOP)
+
+    def during(self, lab: Lab) -> None:
+        if not self._cut and time.monotonic() > self.out_s + self.SPOOLING_S:
+            self._cut = True
+            lab.links[self.region].cut()
 
     def end(self, lab: Lab) -> bool:
+        self._server(lab, signal.SIGCONT)
         try:
-            self.backlog = set(read_books(lab.servers[self.region], lab.keys, self.region).open)
-            newest = lab.servers[self.region].execute_command("XREVRANGE", lab.keys.trajectories, "+", "-", "COUNT", 1)
+            books = read_books(lab.servers[self.region], lab.keys, self.region)
         except _AWAY:
             return False
-        self._last_entry = newest[0][0].decode() if newest else "0-0"
+        spooled = read_spools(lab.place.spool(self.region), self.region)[0]
+        self.waited = {
+            "in the spool alone": {i for i in spooled if i.seq > books.known.get(i.producer, 0)},
+            "in the stream, unread": books.unread,
+            "read before, not acknowledged": set(books.open) - books.unread,
+        }
         lab.links[self.region].mend()
         return True
 
     def settled(self, lab: Lab) -> bool:
-        """Everything that waited in the region has been read and acknowledged."""
-        server, key = lab.servers[self.region], lab.keys.trajectories
+        """Everything that waited has been appended, read and acknowledged."""
         try:
-            if order(last_delivered(server, key)) < order(self._last_entry):
-                return False
-            return not server.execute_command("XPENDING", key, LEARNER_GROUP, "-", self._last_entry, 1)
+            books = read_books(lab.servers[self.region], lab.keys, self.region)
         except _AWAY:
             return False
+        return all(i.seq <= books.known.get(i.producer, 0) and i not in books.open for i in self.backlog)
+
+    def _server(self, lab: Lab, number: signal.Signals) -> None:
+        child = lab.children[f"redis-{self.region}"]
+        if child.pid is not None:
+            os.kill(child.pid, number)
 
     def checks(self, lab: Lab) -> list[Check]:
         lines, _ = read_fate_lines(lab.place.run_directory / "fates")
-        ends = self.ends_of(lines)
         during = [when for when in lab.monitor.watch.steps if self.out_s < when <= self.back_s]
-        rows = [("steps per minute", *(f"{name}: {rate}" for name, rate in self.rates(lab)))]
         drained = f"{self.quiet_s - self.back_s:.1f} s" if self.quiet_s else "not"
-        self.tables = {
-            f"{self.region} cut off for {self.seconds:.0f} s": [
-                ("what", "found"),
-                ("steps per minute", ", ".join(rows[0][1:])),
-                ("groups that waited in the region at the end of the cut", str(len(self.backlog))),
-                ("drained (read and settled by the learner) after", drained),
-                *((f"of these {fate}", str(n)) for fate, n in sorted(ends.items())),
-            ]
-        }
-        unended = len(self.backlog) - sum(ends.values())
+        rows: list[tuple[str, ...]] = [
+            ("what", "found"),
+            ("steps per minute", ", ".join(f"{name}: {rate}" for name, rate in self.rates(lab))),
+            ("all that had waited appended, read and settled after", drained),
+        ]
+        unended = 0
+        for where, identities in self.waited.items():
+            ends = ends_of(lines, identities)
+            unended += len(identities) - sum(ends.values())
+            shown = ", ".join(f"{n} {fate}" for fate, n in sorted(ends.items())) or "none"
+            rows.append((f"groups {where} at the end of the cut", f"{len(identities)}: {shown}"))
+        self.tables = {f"{self.region} cut off for {self.seconds:.0f} s": rows}
+        total = len(self.backlog)
         return [
             Check("the learner went on with the others", len(during) >= self.seconds / 10, f"{len(during)} steps"),
-            Check("what waited in the region has ended", unended == 0, f"{len(self.backlog)} waited, {unended} have no end"),
-        ]  # fmt: skip
+            Check("what waited in the region has ended", not unended, f"{total} waited, {unended} have no end"),
+        ]
 
-    def ends_of(self, lines: Sequence[FateLine]) -> Counter[str]:
-        """Fates of the backlog."""
-        return Counter(line.fate for line in lines if line.identity in self.backlog)
+
+def ends_of(lines: Sequence[FateLine], identities: set[Identity]) -> Counter[str]:
+    """Fates of these deliveries."""
+    return Counter(line.fate for line in lines if line.identity in identities)
 
 
 class OutOfMemory(Outage):

@@ -33,6 +33,7 @@ def test_books_of_a_region(valkey: EmbeddedValkey, client: redis.Redis, keys: Ke
     client.hset(keys.seen, "east-0-a", 4)
     books = read_books(server, keys, "east")
     assert books.open == {Identity("east", "east-0-a", 3): 1, Identity("east", "east-0-a", 4): 1}
+    assert books.unread == {Identity("east", "east-0-a", 4)}
     assert books.open_unreadable == 2, "the stranger's, and the one whose data somebody deleted"
     assert books.pending == 4
     assert (books.produced, books.added, books.foreign) == (4, 5, 1)

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 from anabranch.deploy.chaos.evidence import FateLine, Identity
-from anabranch.deploy.chaos.outages import CutOff
+from anabranch.deploy.chaos.outages import CutOff, ends_of
 
 
 def test_what_waited_is_followed_to_its_end() -> None:
-    cut = CutOff(20.0)
-    cut.backlog = {Identity("east", "p", seq) for seq in (4, 5, 6)}
+    waited = {Identity("east", "p", seq) for seq in (4, 5, 6)}
     lines = [FateLine(Identity("east", "p", seq), seq, fate, 1)
              for seq, fate in [(3, "trained"), (4, "trained"), (5, "dropped:age")]]  # fmt: skip
     lines.append(FateLine(Identity("west", "p", 6), 6, "trained", 1))
-    assert cut.ends_of(lines) == {"trained": 1, "dropped:age": 1}
+    assert ends_of(lines, waited) == {"trained": 1, "dropped:age": 1}
 
 
 def test_steps_per_minute_of_each_part() -> None:
