@@ -135,6 +135,9 @@ def _indices_are_sound(group_index: int, samples: Sequence[int]) -> bool:
     return group_index >= 0 and min(samples) >= 0
 
 
+_LOWEST, _HIGHEST = np.minimum.reduce, np.maximum.reduce  # without the wrappers that `min` and `max` go through
+
+
 def _tokens_are_sound(
     prompt: NDArray[np.int32],
     tokens: NDArray[np.int32],
@@ -142,15 +145,15 @@ def _tokens_are_sound(
     logprobs: NDArray[np.float32],
     rewards: Sequence[float],
 ) -> bool:
-    """A NaN is what `min` and `max` return if there is one, and fails every comparison."""
+    """A NaN is what lowest and highest are if there is one, and fails every comparison."""
     return bool(
         len(prompt)
         and tokens.ndim == logprobs.ndim == 1
         and _ascends(ends)
-        and prompt.min() >= 0
-        and tokens.min() >= 0
-        and logprobs.max() <= 1e-3
-        and logprobs.min() > -inf
+        and _LOWEST(prompt) >= 0
+        and _LOWEST(tokens) >= 0
+        and _HIGHEST(logprobs) <= 1e-3
+        and _LOWEST(logprobs) > -inf
         and all(map(isfinite, rewards))
     )
 
@@ -226,7 +229,7 @@ def _group_of(plain: PlainBatch) -> Group | None:
     return Group(run, region, producer, group_index, attempt, prompt, prompt_text, answer, rollouts, group_size)
 
 
-def _numbers(code: str, count: int, buffer: pa.Buffer) -> tuple[Any, ...]:
+def _numbers(code: str, count: int, buffer: pa.Buffer | bytes) -> tuple[Any, ...]:
     return struct.unpack_from(f"<{count}{code}", buffer) if count else ()
 
 
@@ -235,18 +238,25 @@ def _constant_number(code: str, n: int, buffer: pa.Buffer) -> int | None:
     return values[0] if values.count(values[0]) == n else None
 
 
-def _texts_in(n: int, offsets: pa.Buffer, data: pa.Buffer | None) -> list[str]:
+def _texts_in(n: int, offsets: pa.Buffer, data: pa.Buffer | None) -> Sequence[str]:
     held = memoryview(data or b"")
+    if len(held) <= _NAMES_BYTES:
+        return _names_in(n, bytes(offsets), bytes(held))
     return [str(held[a:b], "utf-8") for a, b in pairwise(_numbers("i", n + 1, offsets))]
 
 
+_NAMES_BYTES = 1024
+
+
+@lru_cache(maxsize=256)
+def _names_in(n: int, offsets: bytes, data: bytes) -> Sequence[str]:
+    """For columns that hardly change from group to group."""
+    return [data[a:b].decode() for a, b in pairwise(_numbers("i", n + 1, offsets))]
+
+
 def _constant_text(n: int, offsets: pa.Buffer, data: pa.Buffer | None) -> str | None:
-    ends = _numbers("i", n + 1, offsets)
-    length = ends[1] - ends[0]
-    if any(b - a != length for a, b in pairwise(ends)):
-        return None
-    held = bytes(memoryview(data or b"")[ends[0] : ends[-1]])
-    return held[:length].decode() if held == held[:length] * n else None
+    texts = _texts_in(n, offsets, data)
+    return texts[0] if texts.count(texts[0]) == n else None
 
 
 def _constant_list(n: int, offsets: pa.Buffer, _: None, data: pa.Buffer | None) -> NDArray[np.int32] | None:
@@ -254,8 +264,8 @@ def _constant_list(n: int, offsets: pa.Buffer, _: None, data: pa.Buffer | None) 
     length = ends[1] - ends[0]
     if data is None or ends != tuple(range(0, n * length + 1, max(1, length))):
         return None
-    values = np.frombuffer(data, np.int32, n * length)
-    return values[:length] if n == 1 or (values.reshape(n, length) == values[:length]).all() else None
+    held, size = bytes(data), 4 * length
+    return np.frombuffer(data, np.int32, length) if held[: n * size] == held[:size] * n else None
 
 
 def _first_buffers() -> dict[str, int]:
