@@ -2,7 +2,7 @@
 
 Invariant: a group index leaves `GroupQueue` for training at most once in its life; a delivery seen twice (a claim, a
 reconnect, a server that forgot it and got it again under another entry id) is recognised by its identity and not counted
-again; no group with a token older than the bound is ever in a batch, since `take` sweeps before it assembles. The order of a
+again; no group with a token older than the bound is in a batch of whoever sweeps before `take`. The order of a
 batch depends only on which groups are in it. Pure: no I/O, no clock. Held by tests/unit/consumers/test_batcher.py.
 """
 
@@ -125,7 +125,8 @@ class GroupQueue:
         return arrivals
 
     def take(self, count: int) -> list[Arrival] | None:
-        """The `count` lowest group indices, in order, or None if there are fewer. Call `sweep` just before."""
+        """The `count` lowest group indices, in order, or None if there are fewer. All must have been swept, or judged at their
+        arrival, by the version that the batch is for."""
         if len(self._queue) < count:
             return None
         batch = [self._queue.pop(index) for index in sorted(self._queue)[:count]]

@@ -114,13 +114,13 @@ class Feed:
         `waiting` is told what the batch lacks. Raises DeadlineError when no batch came together in `deadline_s`.
         """
         started = time.monotonic()
-        self._now, self._forks = now, dict(forks)
+        self._now, self._forks = now, dict(forks)  # what arrives from here on is judged by them
+        self._drop(self._queue.from_the_future(now), FALSE_VERSION)
+        self._drop(self._queue.sweep(now, forks, self._max_age), AGE)
         if len(self._queue) >= self._batch_groups:
             # Even when enough waits here: what stands in a stream unseen keeps a lease that nobody renews.
             self._poll(block_ms=1, give_back=True)
         while not stop():
-            self._drop(self._queue.from_the_future(now), FALSE_VERSION)
-            self._drop(self._queue.sweep(now, forks, self._max_age), AGE)
             batch = self._queue.take(self._batch_groups)
             if batch is not None:
                 dropped, self._dropped = dict(self._dropped), Counter()
@@ -230,7 +230,8 @@ class Feed:
         self._book.end(Ending(fate_record(a, fate, self._now, self._forks), self._queue.release(a)) for a in arrivals)
 
     def _give_back(self, indices: Iterable[int]) -> None:
-        again = [g for g in indices if g not in self.trained and g not in self._queue.indices]
+        queued = self._queue.indices
+        again = [g for g in indices if g not in self.trained and g not in queued]
         if again:
             self._hub(lambda: self._permits.give_back(again))
 

@@ -186,8 +186,7 @@ def test_what_arrives_while_a_batch_is_ready_is_seen_before_its_lease_runs_out(w
     assert feed.queued == BATCH
     for index in range(2 * BATCH, 3 * BATCH):
         world.produce(index, 0)
-    wait(lambda: not MemoryStream(world.stores["east"]).state().groups[0].undelivered, "the reader to read ahead")
-    wait(lambda: feed._reader.mark() and feed._reader._regions["east"].has_something, "the reader to hand out")
+    wait(lambda: len(feed._reader._regions["east"]._ready) == BATCH, "the reader to read ahead")
     train(feed)
     world.now_ms += 61_000
     assert world.take(BATCH) == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from anabranch.consumers.fate_log import FateLog
 from anabranch.consumers.reader import Reader
 from anabranch.learner.feed import Feed
-from anabranch.schemas.errors import DeadlineError, FateLogError, StreamUnavailableError
+from anabranch.schemas.errors import CheckpointError, DeadlineError, FateLogError, StreamUnavailableError
 from anabranch.schemas.fates import CONSUMED, FateRecord
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.memory_stream import MemoryStream
@@ -211,6 +211,11 @@ def test_a_full_disk_delays_the_log_and_the_acknowledgement_with_it(
         next_batch(feed, version=1, deadline_s=0.2)
     assert feed.error == ""
     assert world.ledger("east") == {"produced": 6, "pending": 1, "trained": 4, "dropped:duplicate": 1}
+
+
+def test_a_checkpoint_of_another_program_version_is_refused_by_name(world: FeedWorld) -> None:
+    with pytest.raises(CheckpointError, match="list of groups to settle is not of this version"):
+        world.feed({"to_settle": [["east", "1-1", "trained"]]})
 
 
 class Killed(BaseException):
