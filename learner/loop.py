@@ -116,7 +116,6 @@ class LearnerLoop:
 
     def _stopped(self, publisher: WeightPublisher) -> str:
         self._checkpoint()
-        self._feed.flush(deadline_s=5.0)  # what is left the next start does
         self._feed.flush()  # so that the books are even while nobody is there to even them
         with contextlib.suppress(TemporaryError):
             publisher.flush()  # the epoch after this one can begin as its fork then
