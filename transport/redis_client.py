@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import redis
 from redis import exceptions
 from redis.backoff import NoBackoff
+from redis.connection import Encoder, PythonRespSerializer
 from redis.retry import Retry
 
 from anabranch.schemas.config import StreamSection
@@ -28,6 +29,10 @@ PATIENCE_S = 2.0  # how long a call that may be repeated is; covers a Redis rest
 _TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.MasterDownError)
 _CREDENTIALS = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError)
 _FULL = re.compile(r"\A(OOM|MISCONF|NOREPLICAS)\b")
+_READ_BYTES = 256 * 2**10  # asked of the socket at a time: entries are large
+# Where hiredis parses replies redis-py lets it pack commands too, which copies every payload twice; this one sends them as
+# they are.
+_PACKER = PythonRespSerializer(6_000, Encoder("utf-8", "strict", False).encode)
 _VERSION = "it must be Redis 7.0 or later, or Valkey"
 ADVICE = "check that it runs, that the address is right and that this machine may reach it"
 
@@ -48,6 +53,8 @@ def open_client(url: str, *, stream: Timeouts | None = None, deadline_s: float, 
             socket_timeout=timeout_s,
             socket_connect_timeout=min(timeout_s, max(0.1, deadline_s)),
             socket_keepalive=True,
+            socket_read_size=_READ_BYTES,
+            command_packer=_PACKER,
             retry=Retry(NoBackoff(), 0),
             legacy_responses=False,
             decode_responses=False,

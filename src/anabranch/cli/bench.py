@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from anabranch.cli import bench_paths, bench_publish
+from anabranch.cli import bench_delivery, bench_paths, bench_publish
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="measure: swap pause, publish-to-serve, wait share, tokens/s, bytes per update, the weight codec, a WAN",
+        help="measure: swap pause, publish-to-serve, wait share, tokens/s, bytes per update, the weight codec, a WAN, delivery",
         description="Each benchmark prints what it measured as a table, or with --json as JSON.",
         epilog="examples:\n  anabranch bench loop --steps 30\n  anabranch bench engine --set model.path=MODEL --json\n"
         "  anabranch bench codec --pair PREFIX --peers\n  anabranch bench all\n",
@@ -34,6 +34,7 @@ def add_parser(subparsers: Any) -> None:
     _add_link(kinds)
     bench_publish.add_parser(kinds)
     bench_paths.add_parser(kinds)
+    bench_delivery.add_parser(kinds)
     everything = kinds.add_parser(
         "all", help="loop and engine, on the tiny model", formatter_class=HelpFormatter,
         epilog="examples:\n  anabranch bench all\n  anabranch bench all --json > figures.json\n",
