@@ -11,12 +11,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import DeadlineError, StreamUnavailableError, WireError
 from anabranch.schemas.metrics import EvaluationRecord
 from anabranch.schemas.versions import PolicyVersion
-from anabranch.transport.retry import retry_until
+from anabranch.transport.retry import retry_until, sleep_alive
 from anabranch.transport.wiring import Hub
 
 SHARDS = 8
@@ -30,6 +31,7 @@ def evaluate(
     *,
     waiting: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
+    heartbeat: Callable[[], object] = lambda: None,
 ) -> EvaluationRecord | None:
     """Mean reward of `policy` on the held-out set; None if `should_stop()` turned true; either way nothing is
     asked for any more then.
@@ -42,15 +44,14 @@ def evaluate(
     shards = min(SHARDS, config.task.heldout_size)
     deadline_s = config.channel.connect_deadline_s
     board = hub.evaluations
-    retry_until(lambda: board.request(policy, shards), deadline_s=deadline_s, what="the hub, to ask for an evaluation")
+    on_hub = partial(retry_until, deadline_s=deadline_s, sleep=sleep_alive(heartbeat))
+    on_hub(lambda: board.request(policy, shards), what="the hub, to ask for an evaluation")
     while True:
         if should_stop():
             with contextlib.suppress(StreamUnavailableError):  # once: what is asked for now has nobody who waits for it
                 board.clear()
             return None
-        results = retry_until(
-            lambda: board.results(policy), deadline_s=deadline_s, what="the hub, to read an evaluation"
-        )
+        results = on_hub(lambda: board.results(policy), what="the hub, to read an evaluation")
         if len(results) == shards:
             break
         elapsed = time.monotonic() - started
@@ -59,7 +60,7 @@ def evaluate(
             raise DeadlineError.waiting_for(what, elapsed, "are the producers running? see their status and logs")
         waiting(what)
         time.sleep(POLL_S)
-    retry_until(board.clear, deadline_s=deadline_s, what="the hub, to end an evaluation")
+    on_hub(board.clear, what="the hub, to end an evaluation")
     rewards: list[float] = []
     for shard in range(shards):
         expected = len(range(shard, config.task.heldout_size, shards))

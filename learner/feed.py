@@ -28,7 +28,7 @@ from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUna
 from anabranch.schemas.fates import AGE, DUPLICATE, FALSE_VERSION, SURPLUS, TRAINED, ZERO_VARIANCE, FateRecord
 from anabranch.schemas.versions import Forks, PolicyVersion
 from anabranch.transport.permits import Permits
-from anabranch.transport.retry import retry_until
+from anabranch.transport.retry import retry_until, sleep_alive
 
 DEAD_LETTER = "dead_letter"
 DRAIN_DEADLINE_S = 60.0  # what then still stands unread is seen later, at worst as a duplicate
@@ -61,11 +61,12 @@ class Feed:
         hub_deadline_s: float,
         resumed: Mapping[str, Any] | None = None,
         why: Callable[[], str] = lambda: "",
+        heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
         """`resumed` is an earlier `state()`, out of a checkpoint: what it had to settle is settled as soon as may be."""
         self._reader, self._permits, self._fates, self._why = reader, permits, log, why
         self._batch_groups, self._max_age, self._block_ms = batch_groups, max_age, block_ms
-        self._hub_deadline_s = hub_deadline_s
+        self._hub_deadline_s, self._sleep = hub_deadline_s, sleep_alive(heartbeat)
         resumed = resumed or {}
         self.trained = TrainedSet(*(resumed.get(key, empty) for key, empty in _TRAINED.items()))
         self._book = FateBook(log, reader, resumed=resumed.get("to_settle", ()))
@@ -238,7 +239,7 @@ class Feed:
     def _hub(self, call: Callable[[], None]) -> None:
         what = "the hub's Redis, to account for permits"
         retry_on = (StreamUnavailableError, BackpressureError)
-        retry_until(call, deadline_s=self._hub_deadline_s, what=what, retry_on=retry_on)
+        retry_until(call, deadline_s=self._hub_deadline_s, what=what, retry_on=retry_on, sleep=self._sleep)
 
     def _lacking(self) -> str:
         health, away = self._reader.health(), self._reader.unreachable()

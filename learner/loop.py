@@ -31,7 +31,7 @@ from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import TemporaryError
 from anabranch.schemas.metrics import LearnerStatus, NoteRecord, StepRecord
 from anabranch.transport.metrics_log import MetricsLog
-from anabranch.transport.retry import retry_until
+from anabranch.transport.retry import retry_until, sleep_alive
 from anabranch.transport.wiring import Hub
 
 T = TypeVar("T")
@@ -245,6 +245,7 @@ class LearnerLoop:
             self._progress.policy,
             waiting=lambda what: self._set_state(LearnerState.EVALUATING, what),
             should_stop=should_stop,
+            heartbeat=self._heartbeat,
         )
         if record is None:
             return False
@@ -305,4 +306,5 @@ class LearnerLoop:
 
     def _hub_call(self, call: Callable[[], T], why: str) -> T:
         deadline_s = self._config.channel.connect_deadline_s
-        return retry_until(call, deadline_s=deadline_s, what=f"the hub's Redis, {why}")
+        what = f"the hub's Redis, {why}"
+        return retry_until(call, deadline_s=deadline_s, what=what, sleep=sleep_alive(self._heartbeat))

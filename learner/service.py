@@ -145,6 +145,7 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
         hub_deadline_s=config.channel.connect_deadline_s,
         resumed=state,
         why=NoProgress(hub.runs, hub.permits),
+        heartbeat=heartbeat,
     )
     loop = LearnerLoop(
         engine,

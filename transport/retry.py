@@ -17,6 +17,16 @@ T = TypeVar("T")
 Sleep = Callable[[float], object]  # `time.sleep`, or a stop signal's `wait`, which ends early
 
 
+def sleep_alive(heartbeat: Callable[[], object]) -> Sleep:
+    """A sleep for waits of a process under a watchdog: it says before each pause (of a few seconds at most) that it lives."""
+
+    def sleep(seconds: float) -> None:
+        heartbeat()
+        time.sleep(seconds)
+
+    return sleep
+
+
 def backoff_s(attempt: int, *, base_s: float = 0.05, cap_s: float = 2.0) -> float:
     """Seconds to wait after failed attempt number `attempt` (from 0): doubling up to `cap_s`, jittered down to half
     so that a fleet does not come back in step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from anabranch.learner.shares import ArrayShare
 from anabranch.learner.step import StepOutput
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import ChannelSection, RunConfig, load_config
-from anabranch.schemas.errors import ConfigError
+from anabranch.schemas.errors import BackpressureError, ConfigError
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.layout import Layout
 from anabranch.schemas.manifest import Manifest
@@ -106,10 +107,14 @@ class Lab:
         )
         metrics = MetricsLog(self.root)
         memory = RunMemory(self.root)
+        self.heartbeats = 0
         return LearnerLoop(
             cast(Any, self.engine), self.feed, hub, cast(Any, self.checkpoints), memory, metrics, config,
-            watch=LedgerWatch(reader, fates), resumed=resumed,
+            watch=LedgerWatch(reader, fates), resumed=resumed, heartbeat=self._beat,
         )  # fmt: skip
+
+    def _beat(self) -> None:
+        self.heartbeats += 1
 
     def die(self) -> None:
         if self.feed is not None:
@@ -246,3 +251,20 @@ def test_an_epoch_that_was_opened_is_never_opened_again_whatever_the_hub_lost(ma
         assert lab.checkpoints.saved == lab.checkpoints.saved[:1], "no checkpoint since the first epoch"
         lab.resume().run(lambda: True)
         assert lab.world.channel().head() == PolicyVersion(expected, 0)
+
+
+def test_a_learner_that_waits_for_the_hub_says_that_it_lives(make_lab: MakeLab) -> None:
+    """A hub that is away or full for longer than the watchdog must not get the learner killed."""
+    lab = make_lab("learner.steps=1", "learner.evaluate=false")
+    loop, runs = lab.loop(), lab.world.runs
+    beats: list[int] = []
+
+    def refused() -> None:
+        beats.append(lab.heartbeats)
+        if len(beats) < 4:
+            raise BackpressureError("the hub is full")
+
+    runs.start = refused  # type: ignore[method-assign]
+    lab.produce(0)
+    assert loop.run(lambda: False) == "all steps done"
+    assert all(earlier < later for earlier, later in itertools.pairwise(beats))
