@@ -1,7 +1,8 @@
 """How long each process said that it waits for one and the same thing, without getting anywhere.
 
 Invariant: a wait begins when a status with this `waiting_for` is first seen and ends when it says something else, when the
-process has moved on (a step, a group) or was started anew; numbers in the text do not make it another wait.
+process has moved on (a step, a group) or was started anew; numbers in the text do not make it another wait. A status that
+nobody refreshes (its process is dead or frozen: the watchdog's business) makes no wait longer.
 Held by tests/unit/deploy/chaos/test_waits.py.
 """
 
@@ -25,6 +26,7 @@ class Wait:
 @dataclass
 class Waits:
     longest: dict[tuple[str, str], float] = field(default_factory=dict)  # (who, what) -> seconds
+    _said: dict[str, Any] = field(default_factory=dict)  # name -> time that the latest status carries
     _since: dict[str, tuple[tuple[Any, ...], float]] = field(default_factory=dict)
 
     def saw(self, name: str, status: Mapping[str, Any], now: float) -> None:
@@ -33,11 +35,12 @@ class Waits:
         what = _NUMBERS.sub("N", str(status.get("waiting_for") or "").partition(";")[0]).strip()  # the rest is advice
         progress = (status.get("step"), status.get("epoch"), status.get("groups_done"), status.get("pid"))
         mark = (what, progress)
+        said, self._said[name] = self._said.get(name), status.get("updated_ms")
         held = self._since.get(name)
         if held is None or held[0] != mark:
             self._since[name] = (mark, now)
             return
-        if what:
+        if what and said != status.get("updated_ms"):
             key = (who, what)
             self.longest[key] = max(self.longest.get(key, 0.0), now - held[1])
 
