@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import runpy
 import struct
 import sys
 import time
@@ -51,6 +52,5 @@ def install(path: Path) -> Callable[[], None]:
 
 if __name__ == "__main__":
     install(Path(sys.argv[1]))
-    from anabranch.cli.main import main
-
-    sys.exit(main(sys.argv[2:]))
+    sys.argv[1:2] = []
+    runpy.run_module("anabranch.cli.main", run_name="__main__", alter_sys=True)
