@@ -94,9 +94,12 @@ def test_a_run_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch, tm
     log = tmp_path / "learner.log"
     log.write_text("waiting for groups")
     process = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, text=True)
-    with contextlib.closing(bench_soak._Actor("learner", process, log)) as actor:
-        with pytest.raises(DeadlineError, match=r"next group to be trained \(learner\); waiting for groups"):
-            actor.next_line(actor)
+    words = r"next group to be trained \(learner\); waiting for groups"
+    with (
+        contextlib.closing(bench_soak._Actor("learner", process, log)) as actor,
+        pytest.raises(DeadlineError, match=words),
+    ):
+        actor.next_line(actor)
     assert process.returncode is not None
 
 
