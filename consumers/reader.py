@@ -50,6 +50,7 @@ class Reader:
             )
             for name, stream in sorted(streams.items())
         }  # fmt: skip
+        self._elsewhere: set[tuple[str, str]] = set()  # to be settled in regions that are not read
         self._started = False
 
     def __enter__(self) -> Reader:
@@ -103,14 +104,19 @@ class Reader:
             return all(region.caught_up(mark[name]) for name, region in self._regions.items())
 
     def settle(self, region: str, fates: Sequence[tuple[str, str]]) -> None:
-        """Acknowledge (entry id, fate) pairs as soon as `region` can be reached; returns at once."""
+        """Acknowledge (entry id, fate) pairs as soon as `region` can be reached; returns at once. Those of a region that is
+        not read (a checkpoint may know one that the configuration has no more) stay `unsettled`."""
         with self._changed:
-            self._regions[region].settle(fates)
+            if region in self._regions:
+                self._regions[region].settle(fates)
+            else:
+                self._elsewhere |= {(region, entry_id) for entry_id, _ in fates}
 
     def unsettled(self) -> set[tuple[str, str]]:
         """(region, entry id) of what `settle` was given and has not reached its stream."""
         with self._changed:
-            return {(name, entry_id) for name, region in self._regions.items() for entry_id in region.unsettled()}
+            here = {(name, entry_id) for name, region in self._regions.items() for entry_id in region.unsettled()}
+            return here | self._elsewhere
 
     def flush(self, *, deadline_s: float) -> bool:
         """Wait until everything is settled where the region can be reached; False if it is not within `deadline_s`."""

@@ -121,7 +121,9 @@ class FateBook:
     def end(self, endings: Iterable[Ending]) -> None:
         """These are decided for good: log and settle them, now or as soon as the disk takes the lines."""
         for ending in endings:
-            self._unlogged[ending.record.identity] = ending
+            first = self._unlogged.setdefault(ending.record.identity, ending)
+            if first is not ending:  # copies that came in one reply
+                first.entries = list(dict.fromkeys([*ending.entries, *first.entries]))
         self.flush()
 
     def flush(self, *, at_once: bool = False) -> None:

@@ -185,6 +185,36 @@ def test_a_copy_that_somebody_added_is_a_duplicate(world: FeedWorld) -> None:
     assert len(world.log()) == BATCH
 
 
+@pytest.mark.parametrize("fate", ["dropped:age", "dropped:duplicate"])
+def test_copies_that_arrive_together_and_are_dropped_both_have_their_end(world: FeedWorld, fate: str) -> None:
+    """Else one stays pending, and a stream is not trimmed beyond it."""
+    world.produce(0, 0)
+    store = world.stores["east"]
+    store.add(next(iter(store.entries.values())))
+    feed = world.feed({"trained_below": 1} if fate == "dropped:duplicate" else None)
+    feed.drain_backlog(PolicyVersion(1, 0 if fate == "dropped:duplicate" else MAX_AGE + 1), {1: 0})
+    fates = {fate: 1, "dropped:duplicate": 1} if fate == "dropped:age" else {fate: 2}
+    assert world.ledger("east") == {"produced": 1, "pending": 0, **fates}
+    assert world.logged() == {1: fate}
+
+
+def test_what_a_region_that_is_configured_no_more_owes_waits_for_its_return(world: FeedWorld) -> None:
+    healthy = dict(world.streams)
+    world.streams["east"] = Away(world.stores["east"])
+    feed = begin(world)
+    train(feed)
+    state = feed.state()
+    world.streams = {"west": healthy["west"]}
+    without = world.feed(state)
+    assert world.logged() == dict.fromkeys(range(1, BATCH + 1), "trained")
+    assert without.flush(deadline_s=1), "nobody waits for it"
+    state = without.state()
+    assert len(state["to_settle"]) == BATCH
+    world.streams = healthy
+    world.feed(state)
+    assert world.ledger("east") == {"produced": 4, "pending": 0, "trained": 4}
+
+
 def test_a_full_disk_delays_the_log_and_the_acknowledgement_with_it(
     world: FeedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
