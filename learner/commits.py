@@ -116,7 +116,23 @@ class Commits:
         version = own.version
         self._digests[version] = self._digest()
         self._digests.pop(version - LATEST - self._reach - 1, None)
-        return self._commit(self._manifest("delta", version, self._base(version - 1), step, records))
+        manifest = self._manifest("delta", version, self._base(version - 1), step, records)
+        try:
+            return self._commit(manifest)
+        except ManifestError as error:
+            if self._holds(version - 1):
+                raise
+            raise TemporaryError(
+                f"the hub has lost version {version - 1}, which it had taken ({error}); start the learner again: it opens a "
+                "new epoch from its checkpoint"
+            ) from error
+
+    def _holds(self, version: int) -> bool:
+        """Whether `version` of this epoch is on the channel with the state that was published."""
+        base = self._base(version)
+        above = PolicyVersion(base.epoch, version - 1) if version else None
+        entries = self._call(lambda: self._channel.index(above=above), "to see what it has lost")
+        return any(e.policy == PolicyVersion(base.epoch, version) and e.digest == base.digest for e in entries)
 
     def order_anchor(self) -> AnchorOrder | None:
         """Whether the next version is to get an anchor too; once, until it is there or given up."""

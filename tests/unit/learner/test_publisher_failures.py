@@ -280,3 +280,20 @@ def test_closing_ends_its_threads_whatever_they_are_at(lab: Lab) -> None:
         thread.join(10)
     assert set(threading.enumerate()) <= before
     assert isinstance(ranks.lead, WeightPublisher)
+
+
+def test_a_hub_that_lost_what_it_had_taken_is_a_reason_to_start_again(lab: Lab) -> None:
+    """Its last second is gone with a crash: nothing is wrong with the manifest, and a new epoch mends it."""
+    with lab.ranks() as ranks:
+        ranks.open()
+        for _ in range(2):
+            lab.step()
+            ranks.publish()
+        ranks.drain()
+        store = lab.world.weights
+        store.head = PolicyVersion(1, 1)
+        for named in [named for named in store.entries if named[0] == PolicyVersion(1, 2)]:
+            del store.entries[named], store.manifests[named]
+        lab.step()
+        with pytest.raises(TemporaryError, match="the hub has lost version 2, which it had taken .* new epoch"):
+            ranks.publish()
