@@ -295,5 +295,5 @@ def test_a_hub_that_lost_what_it_had_taken_is_a_reason_to_start_again(lab: Lab) 
         for named in [named for named in store.entries if named[0] == PolicyVersion(1, 2)]:
             del store.entries[named], store.manifests[named]
         lab.step()
-        with pytest.raises(TemporaryError, match="the hub has lost version 2, which it had taken .* new epoch"):
+        with pytest.raises(TemporaryError, match=r"the hub has lost version 2, which it had taken .* new epoch"):
             ranks.publish()
