@@ -14,21 +14,15 @@ from anabranch.deploy.chaos.fault import Fault, Phase
 from anabranch.deploy.chaos.verdict import Check
 from anabranch.deploy.chaos.waits import Wait
 from anabranch.schemas.config import RunConfig
-from anabranch.schemas.errors import EXIT_OK, EXIT_PROTOCOL, EXIT_TEMPORARY
+from anabranch.schemas.errors import EXIT_OK, EXIT_TEMPORARY
 
 TOLERANCE_S = 15.0  # looks are a second apart, and two busy cores late
 _EXPECTED = {-signal.SIGKILL, -signal.SIGTERM, EXIT_OK, EXIT_TEMPORARY}
 
 
-def exits_check(codes: Mapping[str, Sequence[int]], *, hub_forgot: bool = False) -> Check:
-    """Allowed: killed by a fault or the watchdog, told to stop, 75 (and then started again). A learner whose hub forgot the
-    weights that its next delta builds on (`hub_forgot`) ends with 76, and opens a new epoch when it is started again."""
-    wrong = [
-        f"{name}: exit {code}"
-        for name, ends in codes.items()
-        for code in ends
-        if code not in _EXPECTED and not (hub_forgot and (name, code) == ("learner", EXIT_PROTOCOL))
-    ]
+def exits_check(codes: Mapping[str, Sequence[int]]) -> Check:
+    """Allowed: killed by a fault or the watchdog, told to stop, 75 (and then started again)."""
+    wrong = [f"{name}: exit {code}" for name, ends in codes.items() for code in ends if code not in _EXPECTED]
     kinds = Counter(code for ends in codes.values() for code in ends)
     return Check("exits that nobody should see", not wrong, _counted(kinds), tuple(wrong[:5]))
 

@@ -81,7 +81,7 @@ def collect(lab: Lab, exits: Exits, scenario: Scenario) -> Ending:
     config = lab.place.config
     checks = [
         *judge(evidence),
-        conduct.exits_check(exits.codes, hub_forgot=scenario.hub_forgot),
+        conduct.exits_check(exits.codes),
         conduct.tracebacks_check(tracebacks(lab.place.directory / "logs")),
         conduct.waits_check(lab.monitor.watch.waits.worst(), config),
         *scenario.checks(lab),

@@ -33,7 +33,6 @@ class Outage:
     """Before, during, after: what both scenarios share."""
 
     name = "outage"
-    hub_forgot = False
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

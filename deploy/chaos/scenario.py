@@ -12,7 +12,6 @@ from typing import Any, Protocol, TextIO
 
 from anabranch.deploy.chaos.fault import Fault, FaultPlan, Phase
 from anabranch.deploy.chaos.lab import Lab
-from anabranch.deploy.chaos.power import HubPowerLoss
 from anabranch.deploy.chaos.schedule import make
 from anabranch.deploy.chaos.verdict import Check
 
@@ -25,11 +24,6 @@ SAY_EVERY_S = 5.0
 class Scenario(Protocol):
     name: str
     deadline_s: float
-
-    @property
-    def hub_forgot(self) -> bool:
-        """Whether it made the hub lose what it had acknowledged."""
-        ...
 
     def begin(self, lab: Lab) -> None: ...
     def turn(self, lab: Lab) -> bool:
@@ -61,10 +55,6 @@ class RandomFaults:
         self.left_out: dict[str, str] = {}
         last = self.plans[-1].at_s if self.plans else 0.0
         self.deadline_s = 2.5 * last + 900.0
-
-    @property
-    def hub_forgot(self) -> bool:
-        return any(isinstance(fault, HubPowerLoss) for fault in self.faults)
 
     def begin(self, lab: Lab) -> None:
         self._began = time.monotonic()
