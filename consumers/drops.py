@@ -137,7 +137,8 @@ def _regions(tallies: Mapping[str, Mapping[str, Tally]]) -> list[str]:
         if min(n, others) < FEWEST:
             continue
         here, there = lost[region] / n, (sum(lost.values()) - lost[region]) / others
-        error = math.sqrt(here * (1 - here) / n + there * (1 - there) / others)
+        both = sum(lost.values()) / (n + others)  # 0 or 1 only when there is no difference
+        error = math.sqrt(both * (1 - both) * (1 / n + 1 / others))
         if error and (here - there) / error > SIGNIFICANT:
             found.append(
                 f"region {region}: its groups are dropped more than others': {here:.1%} against {there:.1%}, "

@@ -84,6 +84,14 @@ def test_a_region_whose_groups_are_dropped_more_is_told() -> None:
     assert said.startswith("region west: its groups are dropped more than others': 16.7% against 0.0%")
 
 
+def test_a_region_of_which_everything_is_dropped_is_told_too() -> None:
+    whole = groups(40, "trained", length=50) + groups(40, "dropped:age", length=50, region="west", seed=1)
+    (said,) = verdicts(tally(whole))
+    assert said.startswith(
+        "region west: its groups are dropped more than others': 100.0% against 0.0%, 9 standard errors"
+    )
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_is_said_of_what_is_alike_or_too_few(seed: int) -> None:
     alike = groups(200, "trained", length=50, seed=seed) + groups(200, "dropped:age", length=50, seed=seed + 100)
