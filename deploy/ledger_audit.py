@@ -8,8 +8,9 @@ tests/process/test_ledger_command.py.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,12 @@ Names = set[tuple[str, int]]  # producer, seq
 @dataclass(slots=True)
 class RegionPlaces:
     """One region's stream at one instant. `last`: producer -> highest sequence number stored; `dead`: names of the dead
-    letters that are kept and tell; `letters`: how many there are in all."""
+    letters that are kept and tell."""
 
     counts: LedgerCounts
     open: Names = field(default_factory=set)
     last: dict[str, int] = field(default_factory=dict)
     dead: Names = field(default_factory=set)
-    letters: int = 0
     in_motion: int = 0  # fates counted while it was read
 
 
@@ -73,7 +73,6 @@ def read_places(config: RunConfig, region: str) -> RegionPlaces:
         after = "0-0"
         while page := letters.list(after_id=after, max_letters=_PAGE):
             after = page[-1].letter_id
-            places.letters += len(page)
             places.dead |= {name for letter in page if (name := _name_of(letter.fields)) is not None}
         return places
     finally:
@@ -144,15 +143,12 @@ def _region(
     )  # fmt: skip
     if doubled := [_shown(name) for name, n in sorted(logged.items()) if n > 1]:
         found.wrong.append(f"{len(doubled)} deliveries have more than one fate: {_some(doubled)}")
-    lost = [name for name in _expected(place, somewhere) if name not in somewhere]
+    lost, first = _nowhere(place, somewhere)
     counts = place.counts.fates
-    gone = (
-        counts.get(DEAD_LETTER_FATE, 0) - place.letters + (place.letters - len(place.dead)) + counts.get(LOST_FATE, 0)
-    )
-    if len(lost) > max(0, gone):
+    gone = max(0, counts.get(DEAD_LETTER_FATE, 0) - len(place.dead) + counts.get(LOST_FATE, 0))
+    if lost > gone:
         found.wrong.append(
-            f"{len(lost)} deliveries are nowhere, of which {max(0, gone)} may be discarded dead letters: "
-            f"{_some([_shown(name) for name in lost])}"
+            f"{lost} deliveries are nowhere, of which {gone} may be discarded dead letters: {_some(first, lost)}"
         )
     off = sum(n for fate, n in counts.items() if fate in LOGGED) - (sum(fates.values()) - len(settling))
     if abs(off) > place.counts.foreign + place.in_motion:
@@ -164,22 +160,33 @@ def _region(
     return found
 
 
-def _expected(place: RegionPlaces, somewhere: Names) -> Iterator[tuple[str, int]]:
-    """Every delivery that there must have been: up to the highest number known of each producer."""
-    highest, lowest = dict(place.last), dict.fromkeys(place.last, 1)
-    for producer, seq in somewhere:
+def _nowhere(place: RegionPlaces, somewhere: Names) -> tuple[int, list[str]]:
+    """How many deliveries there must have been that are nowhere, and the first of them: each producer's numbers go from 1 to
+    the highest known. What only a dead letter says of itself is not known."""
+    highest = dict(place.last)
+    for producer, seq in somewhere - place.dead:
         highest[producer] = max(seq, highest.get(producer, seq))
-        lowest[producer] = min(seq, lowest.get(producer, 1))
-    for producer in sorted(highest):
-        yield from ((producer, seq) for seq in range(lowest[producer], highest[producer] + 1))
+    found: dict[str, set[int]] = {}
+    for producer, seq in somewhere:
+        if 1 <= seq <= highest.get(producer, 0):
+            found.setdefault(producer, set()).add(seq)
+    count, first = 0, list[str]()
+    for producer, last in sorted(highest.items()):
+        here = found.get(producer, set())
+        count += last - len(here)
+        gaps = (seq for seq in range(1, last + 1) if seq not in here)
+        first += (_shown((producer, seq)) for seq in itertools.islice(gaps, _SHOWN - len(first)))
+    return count, first
 
 
 def _shown(name: tuple[str, int]) -> str:
     return f"{plain(name[0], 60)}/{name[1]}"
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+def _some(names: list[str], count: int | None = None) -> str:
+    """`names`, the first of `count` (all of them)."""
+    more = (len(names) if count is None else count) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def render_audit(audits: Mapping[str, RegionAudit], *, spools_here: bool) -> str:
