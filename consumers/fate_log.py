@@ -61,8 +61,7 @@ class FateLog:
             self._lock = _lock(directory)
             self.counts: Counts = count_fates(directory)
             files = fate_files(directory)
-            self._number = files[-1][0] if files else 1
-            self._open_file()
+            self._open_file(files[-1][0] if files else 1)
             self._remember(files, (since[0], since[1]) if since else None)
         except OSError as error:
             self.close()
@@ -105,21 +104,23 @@ class FateLog:
                 os.close(fd)
         self._fd = self._lock = -1
 
-    def _open_file(self) -> None:
-        """Open the newest file, without the line that a crash or a full disk left in half."""
-        path = self._directory / file_name(self._number)
-        made = not path.exists()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if made:
+    def _open_file(self, number: int) -> None:
+        """Go on in that file, without the line that a crash or a full disk left in half. After an error nothing has changed."""
+        fd = os.open(self._directory / file_name(number), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
             sync_directory(self._directory)
-        self._lines, self._bytes = _whole(self._fd)
+            lines, end = _whole(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._number, self._lines, self._bytes, self._torn = fd, number, lines, end, True
         self._cut()
 
     def _next_file(self) -> None:
         close_file(self._directory / file_name(self._number))
-        os.close(self._fd)
-        self._number += 1
-        self._open_file()
+        self._open_file(self._number + 1)
 
     def _write(self, data: bytes) -> None:
         if self._torn:

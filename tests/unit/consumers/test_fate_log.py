@@ -138,6 +138,27 @@ def test_a_full_disk_leaves_nothing_of_the_call_and_it_may_be_repeated(small_dis
     assert seqs(folder / "fates") == list(range(101))
 
 
+def test_a_next_file_that_cannot_be_made_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_log(tmp_path, lines=1)
+    log.append([record(seq=0)])
+    real = os.open
+
+    def no_room(path, *args, **kwargs):
+        if str(path).endswith("000002.jsonl"):
+            raise OSError(28, "No space left on device")
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", no_room)
+        for _ in range(2):
+            with pytest.raises(FateLogError, match="No space left"):
+                log.append([record(seq=1)])
+    assert log.position == (1, 1)
+    log.append([record(seq=1)])
+    log.close()
+    assert (seqs(tmp_path), log.position) == ([0, 1], (2, 1))
+
+
 def test_a_crash_after_an_append_loses_nothing_of_it(tmp_path: Path) -> None:
     """The process dies at once when `append` has returned."""
     code = (
