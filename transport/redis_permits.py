@@ -2,8 +2,8 @@
 
 Invariant: that of `permits.py`; each act is one Lua script (transport/lua/permits_*.lua), which a server out of memory runs
 as a whole (those that free, or only move what is there) or not at all. A `take` whose reply was lost is repeated with its
-nonce and gets the same permits, so no lease is left to run out for nothing.
-Held by tests/contract/test_permits.py and tests/contract/test_permit_full_hub.py.
+nonce, by the next call too, and gets the same permits, so no lease is left to run out for nothing.
+Held by tests/contract/test_permits.py, tests/contract/test_permit_full_hub.py and tests/contract/test_lost_replies.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anabranch.transport.redis_client import Guard
 
 
 class RedisPermits:
-    """The permits of one run. Shares its client, which its owner closes."""
+    """The permits of one run. Shares its client, which its owner closes. One thread at a time may `take` for a producer."""
 
     def __init__(self, client: redis.Redis, keys: Keys, *, what: str = "the hub") -> None:
         self._keys = keys
@@ -29,6 +29,7 @@ class RedisPermits:
         self._guard = Guard(client, what)
         acts = ("take", "renew", "release", "give_up", "surrender", "advance", "reset", "state")
         self._acts = {act: scripts.load(client, f"permits_{act}") for act in acts}
+        self._unanswered: dict[str, str] = {}  # producer -> nonce of a `take` that may have been carried out
 
     def _run(self, act: str, keys: Sequence[str], args: Sequence[object]) -> Any:
         return self._guard.repeat(lambda: self._acts[act](keys=keys, args=args))
@@ -38,7 +39,9 @@ class RedisPermits:
             return []
         k = self._keys
         keys = [k.permits, k.leases, k.holders, k.returned, k.attempts, k.takes, k.abandoned]
-        reply: list[int] = self._run("take", keys, [producer, max_groups, lease_ms, secrets.token_hex(8)])
+        nonce = self._unanswered.setdefault(producer, secrets.token_hex(8))
+        reply: list[int] = self._run("take", keys, [producer, max_groups, lease_ms, nonce])
+        del self._unanswered[producer]
         if not reply:
             return []
         epoch, version, batch, max_age, *flat = map(int, reply)
