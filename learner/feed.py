@@ -33,6 +33,7 @@ from anabranch.transport.retry import retry_until, sleep_alive
 DEAD_LETTER = "dead_letter"
 DRAIN_DEADLINE_S = 60.0  # what then still stands unread is seen later, at worst as a duplicate
 SETTLE_DEADLINE_S = 15.0
+BEAT_S = 1.0  # a wait under a watchdog says so often that it lives
 WHY_AFTER_S = 10.0  # a wait so long names its cause
 _TRAINED: dict[str, Any] = {"trained_below": 0, "trained_beyond": (), "abandoned": ()}  # in `state`
 
@@ -66,7 +67,7 @@ class Feed:
         """`resumed` is an earlier `state()`, out of a checkpoint: what it had to settle is settled as soon as may be."""
         self._reader, self._permits, self._fates, self._why = reader, permits, log, why
         self._batch_groups, self._max_age, self._block_ms = batch_groups, max_age, block_ms
-        self._hub_deadline_s, self._sleep = hub_deadline_s, sleep_alive(heartbeat)
+        self._hub_deadline_s, self._heartbeat = hub_deadline_s, heartbeat
         resumed = resumed or {}
         self.trained = TrainedSet(*(resumed.get(key, empty) for key, empty in _TRAINED.items()))
         self._book = FateBook(log, reader, resumed=resumed.get("to_settle", ()))
@@ -165,18 +166,22 @@ class Feed:
         except StreamUnavailableError:  # the next checkpoint asks again
             self._log.debug("abandoned groups are not known now")
 
-    def drop_surplus(self, now: PolicyVersion, forks: Forks) -> int:
+    def drop_surplus(self, now: PolicyVersion, forks: Forks, *, waiting: Callable[[str], None] = lambda _: None) -> int:
         """The run is over: everything that still waits is dropped. Returns how many groups."""
-        self.drain_backlog(now, forks)
+        self.drain_backlog(now, forks, waiting=waiting)
         rest = self._queue.clear()
         self._drop(rest, SURPLUS, give_back=False)
-        self.flush()
+        self.flush(deadline_s=SETTLE_DEADLINE_S, waiting=waiting)
         return len(rest)
 
-    def flush(self, *, deadline_s: float = SETTLE_DEADLINE_S) -> bool:
+    def flush(self, *, deadline_s: float = SETTLE_DEADLINE_S, waiting: Callable[[str], None] = lambda _: None) -> bool:
         """Wait until all fates decided so far are logged, and settled where the region can be reached."""
         self._book.flush(at_once=True)
-        done = self._reader.flush(deadline_s=deadline_s) and not self._book.error
+        end = time.monotonic() + deadline_s
+        while not (done := self._reader.flush(deadline_s=min(BEAT_S, deadline_s))) and time.monotonic() < end:
+            self._heartbeat()
+            waiting("the regions' Redis, to acknowledge what has ended")
+        done = done and not self._book.error
         if not done:
             self._log.warning("not everything could be acknowledged", groups=len(self._book), error=self._book.error)
         return done
@@ -187,6 +192,7 @@ class Feed:
         self._fates.close()
 
     def _poll(self, *, block_ms: int, give_back: bool) -> None:
+        self._heartbeat()
         self._book.flush()
         polled = self._reader.poll(block_ms=block_ms)
         arrived: list[int] = []
@@ -239,7 +245,9 @@ class Feed:
     def _hub(self, call: Callable[[], None]) -> None:
         what = "the hub's Redis, to account for permits"
         retry_on = (StreamUnavailableError, BackpressureError)
-        retry_until(call, deadline_s=self._hub_deadline_s, what=what, retry_on=retry_on, sleep=self._sleep)
+        retry_until(
+            call, deadline_s=self._hub_deadline_s, what=what, retry_on=retry_on, sleep=sleep_alive(self._heartbeat)
+        )
 
     def _lacking(self) -> str:
         health, away = self._reader.health(), self._reader.unreachable()

@@ -21,7 +21,7 @@ from anabranch.learner.collective import CollectiveEngine
 from anabranch.learner.evaluation import evaluate
 from anabranch.learner.feed import FedBatch, Feed
 from anabranch.learner.ledger_watch import LedgerWatch
-from anabranch.learner.progress import LearnerState, Progress
+from anabranch.learner.progress import LearnerState, Progress, learner_status
 from anabranch.learner.publish_order import EpochOpening, Published
 from anabranch.learner.records import step_record
 from anabranch.learner.run_memory import RunMemory
@@ -29,7 +29,7 @@ from anabranch.learner.step import StepOutput
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import TemporaryError
-from anabranch.schemas.metrics import LearnerStatus, NoteRecord, StepRecord
+from anabranch.schemas.metrics import NoteRecord, StepRecord
 from anabranch.transport.metrics_log import MetricsLog
 from anabranch.transport.retry import retry_until, sleep_alive
 from anabranch.transport.wiring import Hub
@@ -108,7 +108,7 @@ class LearnerLoop:
         return self._finish(reason)
 
     def _finish(self, reason: str) -> str:
-        surplus = self._feed.drop_surplus(self._progress.policy, self._forks)
+        surplus = self._feed.drop_surplus(self._progress.policy, self._forks, waiting=self._still)
         self._note("finished", reason=reason, step=self._engine.step, surplus_groups=surplus)
         self._set_state(LearnerState.DONE)
         self._hub_call(lambda: self._hub.runs.finish(reason), "to mark the run finished")
@@ -157,9 +157,7 @@ class LearnerLoop:
 
     def _open_permits(self, total: int) -> None:
         progress, learner = self._progress, self._config.learner
-        accepted = self._feed.drain_backlog(
-            progress.policy, self._forks, waiting=lambda what: self._set_state(self._state, what)
-        )
+        accepted = self._feed.drain_backlog(progress.policy, self._forks, waiting=self._still)
         self._hub_call(
             lambda: self._hub.permits.reset(
                 epoch=progress.epoch, version=progress.version, batch=learner.groups_per_step,
@@ -286,19 +284,15 @@ class LearnerLoop:
         if state is self._state and now - self._reported_s < STATUS_EVERY_S:
             return
         self._state, self._reported_s = state, now
-        status = LearnerStatus(
-            updated_ms=time.time_ns() // 1_000_000,
-            state=state.value,
-            waiting_for=waiting_for,
-            step=self._engine.step,
-            steps_total=self._config.learner.steps,
-            epoch=self._progress.epoch,
-            version=self._progress.version,
-            regions=self._watch.regions(),
-            ledger=self._watch.ledger(),
-            alarms=(*self._watch.alarms(), *filter(None, [self._feed.error])),
-        )
+        status = learner_status(
+            self._progress, state, waiting_for, step=self._engine.step, steps_total=self._config.learner.steps,
+            watch=self._watch, trouble=self._feed.error,
+        )  # fmt: skip
         self._hub_call(lambda: self._hub.runs.report_learner(status), "to report status")
+
+    def _still(self, what: str) -> None:
+        """In the present state, `what` is waited for."""
+        self._set_state(self._state, what)
 
     def _note(self, what: str, **detail: str | int | float) -> None:
         self._metrics.append(NoteRecord(time_ms=time.time_ns() // 1_000_000, what=what, detail=detail))

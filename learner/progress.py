@@ -1,10 +1,13 @@
-"""Where the learner's loop is. Plain data; held by tests/unit/learner/test_loop.py."""
+"""Where the learner's loop is, and its status as it reports it. Plain data; held by tests/unit/learner/test_loop.py."""
 
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass
 
+from anabranch.learner.ledger_watch import LedgerWatch
+from anabranch.schemas.metrics import LearnerStatus
 from anabranch.schemas.versions import PolicyVersion
 
 
@@ -29,3 +32,28 @@ class Progress:
     @property
     def policy(self) -> PolicyVersion:
         return PolicyVersion(self.epoch, self.version)
+
+
+def learner_status(
+    progress: Progress,
+    state: LearnerState,
+    waiting_for: str,
+    *,
+    step: int,
+    steps_total: int,
+    watch: LedgerWatch,
+    trouble: str,
+) -> LearnerStatus:
+    """`trouble`: of the fate log, '' if there is none."""
+    return LearnerStatus(
+        updated_ms=time.time_ns() // 1_000_000,
+        state=state.value,
+        waiting_for=waiting_for,
+        step=step,
+        steps_total=steps_total,
+        epoch=progress.epoch,
+        version=progress.version,
+        regions=watch.regions(),
+        ledger=watch.ledger(),
+        alarms=(*watch.alarms(), *filter(None, [trouble])),
+    )

@@ -61,7 +61,7 @@ class FeedWorld:
         self.file_lines, self.recall = 100, RECALL  # of the fate log
         self._living: Feed | None = None
 
-    def feed(self, state: Mapping[str, Any] | None = None, *, why: Any = lambda: "") -> Feed:
+    def feed(self, state: Mapping[str, Any] | None = None, **more: Any) -> Feed:
         """Without opening permits. `state` goes the way of a checkpoint, through JSON."""
         self.die()
         resumed = json.loads(json.dumps(state)) if state is not None else {}
@@ -73,7 +73,7 @@ class FeedWorld:
         )
         self._living = Feed(
             reader, self.permits, log, batch_groups=BATCH, max_age=MAX_AGE, block_ms=4, hub_deadline_s=1,
-            resumed=resumed, why=why,
+            resumed=resumed, **more,
         )  # fmt: skip
         return self._living
 

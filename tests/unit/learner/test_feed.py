@@ -203,6 +203,25 @@ def test_what_is_left_at_the_end_is_dropped_as_surplus(world: FeedWorld) -> None
     assert world.ledger("east") == {"produced": 6, "pending": 0, "trained": 4, "dropped:surplus": 2}
 
 
+def test_the_last_waits_say_what_for_and_that_the_learner_lives(
+    world: FeedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "BEAT_S", 0.01)
+
+    class Full(MemoryStream):
+        def settle(self, group: str, fates: Sequence[tuple[str, str]]) -> int:
+            raise BackpressureError("disk full")
+
+    world.streams["east"] = Full(world.stores["east"])
+    said, beats = list[str](), list[int]()
+    feed = world.feed(heartbeat=lambda: beats.append(1))
+    world.produce(0, 0)
+    monkeypatch.setattr(feed_module, "SETTLE_DEADLINE_S", 0.2)
+    assert feed.drop_surplus(PolicyVersion(1, 0), {1: 0}, waiting=said.append) == 1
+    assert set(said) == {"what stands in the regions' streams", "the regions' Redis, to acknowledge what has ended"}
+    assert len(beats) > len([text for text in said if "streams" in text]) + 3, "while it acknowledges too"
+
+
 def test_dead_letters_have_no_line_and_their_index_is_handed_out_again(world: FeedWorld) -> None:
     feed = world.learner()
     world.take(BATCH)
