@@ -127,6 +127,10 @@ class Outbox:
             stored, self._stored = self._stored, []
             return stored
 
+    def adopted(self) -> list[tuple[str, list[int]]]:
+        """Producers that have gone, whose spools were taken over since the last call, with the groups in them."""
+        return self.sender.adoptions()
+
     def waiting(self) -> set[int]:
         """Group indices put, by this process or an earlier one, and not known to be in the stream."""
         with self._lock:

@@ -192,9 +192,12 @@ class RolloutLoop:
                     self._link.release(group.index)
 
     def _release_appended(self) -> None:
-        """What is stored needs no permit any more; what still waits does, or somebody else would sample it again."""
+        """What is stored needs no permit any more; what still waits does, or somebody else would sample it again. What a
+        producer that has gone was at, and is not in its spool, is somebody else's at once."""
         for index in self._outbox.appended():
             self._link.release(index)
+        for producer, spooled in self._outbox.adopted():
+            self._link.surrender_for(producer, spooled=spooled)
 
     def _group(self, running: RunningGroup) -> Group:
         return Group(

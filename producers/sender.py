@@ -9,6 +9,7 @@ Held by tests/unit/producers/test_sender.py.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -41,6 +42,7 @@ class Sender:
         self._release_after_s, self._clock = release_after_s, clock
         self.courier = Courier(stream, own.spool, release_after_s=release_after_s, on_stored=on_stored)
         self._adopted: dict[Slot, Courier] = {}
+        self._told: deque[tuple[str, list[int]]] = deque()  # adopted since `adoptions` was called last
         self._refused: list[Slot] = []  # adopted, and not to be sent by us; locked, so that we do not adopt them again
         self._look_at = clock() + LOOK_EVERY_S
         self._retry_at = float("-inf")
@@ -55,6 +57,10 @@ class Sender:
     @property
     def adopted(self) -> int:
         return len(self._adopted)
+
+    def adoptions(self) -> list[tuple[str, list[int]]]:
+        """Producers whose spools were adopted since the last call, with the groups in them. Any thread."""
+        return [self._told.popleft() for _ in range(len(self._told))]
 
     def turn(self) -> float:
         """One round trip for every spool that has something to send or is due to be asked about.
@@ -129,6 +135,7 @@ class Sender:
             return
         if slot is not None:
             self._adopted[slot] = Courier(self._stream, slot.spool, release_after_s=self._release_after_s)
+            self._told.append((slot.spool.producer, slot.spool.groups(0)))
             structlog.get_logger().info(
                 "adopted the spool of a producer that has gone",
                 folder=str(slot.folder), producer=slot.spool.producer, groups=slot.spool.next_seq - slot.spool.floor,

@@ -47,6 +47,7 @@ class Outbox:
         self.accepts = True
         self.groups: list[Group] = []
         self.stored: list[int] = []
+        self.neighbours: list[tuple[str, list[int]]] = []
         self.failure: Exception | None = None
 
     def __len__(self) -> int:
@@ -58,6 +59,10 @@ class Outbox:
     def appended(self) -> list[int]:
         stored, self.stored = self.stored, []
         return stored
+
+    def adopted(self) -> list[tuple[str, list[int]]]:
+        neighbours, self.neighbours = self.neighbours, []
+        return neighbours
 
     def check(self) -> None:
         if self.failure is not None:
@@ -112,6 +117,7 @@ class World:
         self.engine, self.follower, self.outbox = Engine(), Follower(), Outbox()
         self.permits = [Permit(i, 0, PolicyVersion(1, 0)) for i in range(9)]
         self.told: list[tuple[str, int]] = []
+        self.surrendered: list[tuple[str, list[int]]] = []
         self.wanted = 0
         self.link = SimpleNamespace(
             want=lambda n, _: setattr(self, "wanted", n),
@@ -123,6 +129,7 @@ class World:
             error="",
             lost=lambda: set(),
             wants_policy=None,
+            surrender_for=lambda producer, *, spooled: self.surrendered.append((producer, spooled)),
             hand_back_granted=lambda: self.told.append(("hand_back_granted", -1)),
             **{
                 name: lambda index, name=name: self.told.append((name, index))
@@ -166,6 +173,14 @@ def test_a_finished_group_is_put_and_keeps_its_lease_until_the_stream_has_it() -
     world.outbox.stored = [0]
     world.loop.turn()
     assert world.told == [("hold", 0), ("release", 0)]
+
+
+def test_what_a_producer_that_has_gone_was_at_is_handed_out_again_when_its_spool_is_adopted() -> None:
+    world = World()
+    world.outbox.neighbours = [("east-00-dead", [4, 7])]
+    world.loop.turn()
+    world.loop.turn()
+    assert world.surrendered == [("east-00-dead", [4, 7])]
 
 
 def test_a_partial_group_says_what_was_asked_for() -> None:

@@ -123,6 +123,8 @@ def test_a_spool_left_behind_is_sent_and_removed_when_it_is_settled(tmp_path: Pa
         [(lab.spool.producer, seq) for seq in (1, 2, 3)] + [(producer, seq) for seq in range(1, 81)]
     )
     assert lab.stored == [10, 20, 30], "the others' leases are not ours"
+    assert lab.sender.adoptions() == [(producer, list(range(10, 801, 10)))]
+    assert lab.sender.adoptions() == []
     lab.run(20)
     assert (tmp_path / "east" / "01").exists(), "nothing is settled yet"
     settle_all(lab.stream)
