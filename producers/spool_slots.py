@@ -5,6 +5,10 @@ descriptor is inherited by no child). A process that starts takes the first free
 sequence numbers of whoever had it. A spool that stayed free for `adopt_after_s` is left behind and may be adopted, to be
 sent and removed; a removed slot is free for a new spool under a new id. Looking for free slots and removing them is done
 under the region's own lock, so that nobody takes a glance for a holder.
+
+A number is never given twice: where the machine was started anew since an id was given (SLOT/boot), nobody goes on with it.
+The disk may have lost records that had been delivered, and a Redis on the same machine all trace of them; the learner would
+take other groups under their numbers for what it has settled. What is there of such a spool is adopted.
 Held by tests/unit/producers/test_spool_slots.py.
 """
 
@@ -25,10 +29,12 @@ from anabranch.producers.spool import Spool
 from anabranch.producers.spool_load import spool_exists
 from anabranch.schemas.config import SpoolSection
 from anabranch.schemas.errors import ConfigError, SchemaVersionError, SpoolError, TemporaryError
+from anabranch.transport.files import write_atomically
 
 ADOPT_AFTER_S = 10.0  # longer than a supervisor takes to start a process again, which then goes on with its own spool
 _CLAIM_S, _GLANCE_S = 30.0, 0.5  # how long the region's lock is waited for
 _MOST_SLOTS = 10_000
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere a machine counts as never started anew
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -112,7 +118,8 @@ class SpoolSlots:
         """Delete a spool that holds nothing any more, and its slot. Raises OSError or DeadlineError: call it again."""
         with self._looking(_GLANCE_S):
             slot.spool.remove()
-            (slot.folder / "lock").unlink(missing_ok=True)
+            for name in ("boot", "lock"):
+                (slot.folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody put a file of theirs there
                 slot.folder.rmdir()
             slot.lock.close()
@@ -125,8 +132,10 @@ class SpoolSlots:
             return None
         try:
             if spool_exists(folder):
-                spool = self._open(folder)
+                same = _read(folder / "boot") == _read(BOOT)
+                spool = self._open(folder) if same else None
             else:
+                write_atomically(folder / "boot", _read(BOOT), mode=0o600)
                 spool = Spool(folder, self._section, producer=f"{self._region}-{name}-{secrets.token_hex(3)}")
         except BaseException:
             lock.close()
@@ -158,3 +167,11 @@ class SpoolSlots:
                 yield
         finally:
             lock.close()
+
+
+def _read(path: Path) -> bytes:
+    """What is in a small file; nothing if there is none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""

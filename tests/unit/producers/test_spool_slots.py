@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from anabranch.producers import spool_slots
 from anabranch.producers.mirror_lock import FileLock
 from anabranch.producers.spool_slots import Slot, SpoolSlots
 from anabranch.schemas.errors import ConfigError, DeadlineError
@@ -98,6 +99,35 @@ def test_a_spool_whose_process_came_back_is_left_to_it(tmp_path: Path) -> None:
     assert neighbour.adopt(ours=[]) is None
     clock.now += 10
     assert neighbour.adopt(ours=[]) is not None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_no_number_is_given_twice_when_the_machine_lost_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """The disk kept two groups of three, the Redis beside it as many; the learner had all three."""
+    boot = tmp_path / "boot_id"
+    boot.write_text("first")
+    monkeypatch.setattr(spool_slots, "BOOT", boot)
+    producer = left_behind(tmp_path, 2)
+    boot.write_text("second")
+    if not known:
+        (tmp_path / "east" / "00" / "boot").unlink()
+    clock = Clock()
+    own = slots(tmp_path, clock)
+    slot = own.claim()
+    assert (slot.folder.name, slot.spool.next_seq) == ("01", 1)
+    assert own.adopt(ours=[slot.folder]) is None
+    clock.now += 10
+    adopted = own.adopt(ours=[slot.folder])
+    assert adopted is not None
+    assert (adopted.spool.producer, adopted.spool.next_seq) == (producer, 3)
+    own.remove(adopted)
+    assert not adopted.folder.exists()
+    slot.close()
+    fresh, again = slots(tmp_path).claim(), slots(tmp_path).claim()
+    assert (fresh.folder.name, fresh.spool.next_seq) == ("00", 1)
+    assert again.spool.producer == slot.spool.producer, "the machine was not started anew since"
 
 
 def test_an_empty_spool_is_removed_and_its_slot_goes_to_a_new_producer(tmp_path: Path) -> None:
