@@ -43,7 +43,7 @@ class FlakyLink:
             while data := source.recv(1 << 16):
                 if requests:
                     with self._lock:
-                        if self._times and self._marker in data:
+                        if self._times and not cut.is_set() and self._marker in data:  # a request may come in pieces
                             self._times -= 1
                             cut.set()
                 elif cut.is_set():
