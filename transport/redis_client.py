@@ -29,6 +29,7 @@ PATIENCE_S = 2.0  # how long a call that may be repeated is; covers a Redis rest
 _TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.MasterDownError)
 _CREDENTIALS = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError)
 _FULL = re.compile(r"\A(OOM|MISCONF|NOREPLICAS)\b")
+_BUSY = re.compile(r"\ABUSY\b")  # a script has run for five seconds; it ends, or somebody ends it
 _READ_BYTES = 256 * 2**10  # asked of the socket at a time: entries are large
 # Where hiredis parses replies redis-py lets it pack commands too, which copies every payload twice; this one sends them as
 # they are.
@@ -147,6 +148,8 @@ class Guard:
                     f"{self._where} takes no more data ({error}); nothing was lost: consumers must catch up, "
                     "or give it more memory or disk"
                 ) from error
+            if _BUSY.match(str(error)):
+                raise StreamUnavailableError(f"{self._where} is busy ({error})") from error
             advice = "somebody else wrote to a key of this run" if "WRONGTYPE" in str(error) else _VERSION
             raise AnabranchError(f"{self._where} refused a command: {error}; {advice}") from error
         except exceptions.InvalidResponse as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 import pytest
@@ -11,10 +12,12 @@ from anabranch.schemas.config import StreamSection
 from anabranch.schemas.envelope import Envelope
 from anabranch.schemas.errors import AnabranchError, ConfigError, StreamUnavailableError
 from anabranch.schemas.keys import Keys
-from anabranch.transport.embedded_valkey import EmbeddedValkey
+from anabranch.transport.embedded_valkey import EmbeddedValkey, server_binary
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
+from tests import servers
+from tests.contract.backends import SERVERS
 
 
 def test_a_port_where_nobody_listens(tmp_path):
@@ -89,3 +92,25 @@ def test_a_server_that_refuses_a_command_is_an_error_of_ours(client, keys):
     client.set(keys.trajectories, "not a stream")
     with pytest.raises(AnabranchError, match="refused a command"):
         RedisStream(client, keys).append([Envelope("p", 0, 0, b"x")], floor=0)
+
+
+@pytest.mark.parametrize("server_name", SERVERS)
+def test_a_server_that_is_busy_with_a_script_is_waited_for(tmp_path, server_name):
+    """It answers BUSY after five seconds, here after one millisecond: no reason for a process to end."""
+    program = server_binary() if server_name == "valkey" else servers.debian_redis(tmp_path)
+    with EmbeddedValkey(tmp_path / "v", fsync="everysec", program=program) as server:
+        client, other = (connect(server.url, deadline_s=10, what="the region") for _ in range(2))
+        client.config_set("lua-time-limit", 1)
+        stream = RedisStream(client, Keys("r"))
+        assert stream.append([Envelope("p", 0, 0, b"x")], floor=0) == 1
+        loop = "local t = redis.call('TIME')[1] while redis.call('TIME')[1] - t < 2 do end"
+        busy = threading.Thread(target=lambda: other.eval(loop, 0))
+        busy.start()
+        time.sleep(0.1)
+        with pytest.raises(StreamUnavailableError, match="BUSY"):
+            stream.append([Envelope("p", 1, 1, b"x")], floor=0)
+        assert stream.progress("p").next_seq == 1
+        busy.join(10)
+        assert stream.append([Envelope("p", 1, 1, b"x")], floor=0) == 2
+        client.close()
+        other.close()
