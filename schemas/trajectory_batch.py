@@ -7,6 +7,7 @@ and without a null at any depth; its buffers are the payload's. Held by tests/un
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +51,7 @@ def read_plain(payload: bytes | memoryview) -> PlainBatch | None:
     except (pa.ArrowException, EOFError, OSError):
         return None
     buffers = batch.to_struct_array().buffers()
-    if batch.num_rows == 0 or any(buffers[i] is not None for i in _VALIDITY):
+    if batch.num_rows == 0 or any(_validity_of(buffers)):  # an empty one marks nothing
         return None
     last = buffers[-1]
     behind = -(-(last.address + last.size - whole.address) // 8) * 8  # a body is padded to 8 bytes
@@ -73,7 +74,7 @@ def _validity_buffers(kind: pa.DataType, at: int) -> tuple[list[int], int]:
     return [at], at + (3 if pa.types.is_string(kind) else 2)
 
 
-_VALIDITY = _validity_buffers(pa.struct(list(SCHEMA)), 0)[0]
+_validity_of = itemgetter(*_validity_buffers(pa.struct(list(SCHEMA)), 0)[0])
 
 
 def _read_any(payload: bytes | memoryview) -> pa.RecordBatch:

@@ -181,15 +181,15 @@ def _group_of(plain: PlainBatch) -> Group | None:
     at = _BUFFERS
     samples = _numbers("i", n, buffers[at["sample_index"]])
     rewards = _numbers("d", n, buffers[at["reward"]])
-    group_index, attempt, group_size = (
-        _constant_number(code, n, buffers[at[name]])
-        for code, name in (("q", "group_index"), ("i", "attempt"), ("i", "group_size"))
-    )
-    run, region, producer, prompt_text, answer = (
-        _constant_text(n, *buffers[at[name] : at[name] + 2])
-        for name in ("run", "region", "producer", "prompt_text", "answer")
-    )
-    prompt = _constant_list(n, *buffers[at["prompt_token_ids"] : at["prompt_token_ids"] + 3])
+    group_index = _constant_number("q", n, buffers[at["group_index"]])
+    attempt = _constant_number("i", n, buffers[at["attempt"]])
+    group_size = _constant_number("i", n, buffers[at["group_size"]])
+    run = _constant_text(n, buffers, at["run"])
+    region = _constant_text(n, buffers, at["region"])
+    producer = _constant_text(n, buffers, at["producer"])
+    prompt_text = _constant_text(n, buffers, at["prompt_text"])
+    answer = _constant_text(n, buffers, at["answer"])
+    prompt = _constant_list(n, buffers, at["prompt_token_ids"])
     if group_index is None or attempt is None or group_size is None or prompt is None:
         return None
     if run is None or region is None or producer is None or prompt_text is None or answer is None:
@@ -201,9 +201,9 @@ def _group_of(plain: PlainBatch) -> Group | None:
     logprobs = np.frombuffer(buffers[at["logprobs"] + 2], np.float32, ends[-1])
     span_ends = _numbers("i", n + 1, buffers[at["version_spans"]])
     # behind the offsets: validity of the structs, then validity and values of each field
-    epochs, versions, starts = (
-        _numbers(code, span_ends[-1], buffers[at["version_spans"] + i]) for code, i in (("i", 3), ("q", 5), ("i", 7))
-    )
+    epochs = _numbers("i", span_ends[-1], buffers[at["version_spans"] + 3])
+    versions = _numbers("q", span_ends[-1], buffers[at["version_spans"] + 5])
+    starts = _numbers("i", span_ends[-1], buffers[at["version_spans"] + 7])
     if (
         group_size < n
         or span_ends[0]
@@ -218,8 +218,8 @@ def _group_of(plain: PlainBatch) -> Group | None:
     }
     spans = [made[key] for key in zip(epochs, versions, starts, strict=True)]
     rows = zip(
-        samples, pairwise(ends), pairwise(span_ends), rewards, _texts_in(n, *buffers[at["finish_reason"] : at["finish_reason"] + 2]),
-        _texts_in(n, *buffers[at["text"] : at["text"] + 2]), _numbers("q", n, buffers[at["started_ms"]]),
+        samples, pairwise(ends), pairwise(span_ends), rewards, _texts_in(n, buffers, at["finish_reason"]),
+        _texts_in(n, buffers, at["text"]), _numbers("q", n, buffers[at["started_ms"]]),
         _numbers("q", n, buffers[at["finished_ms"]]), strict=True,
     )  # fmt: skip
     rollouts = tuple(
@@ -238,8 +238,8 @@ def _constant_number(code: str, n: int, buffer: pa.Buffer) -> int | None:
     return values[0] if values.count(values[0]) == n else None
 
 
-def _texts_in(n: int, offsets: pa.Buffer, data: pa.Buffer | None) -> Sequence[str]:
-    held = memoryview(data or b"")
+def _texts_in(n: int, buffers: Sequence[pa.Buffer], at: int) -> Sequence[str]:
+    offsets, held = buffers[at], memoryview(buffers[at + 1] or b"")
     if len(held) <= _NAMES_BYTES:
         return _names_in(n, bytes(offsets), bytes(held))
     return [str(held[a:b], "utf-8") for a, b in pairwise(_numbers("i", n + 1, offsets))]
@@ -254,13 +254,13 @@ def _names_in(n: int, offsets: bytes, data: bytes) -> Sequence[str]:
     return [data[a:b].decode() for a, b in pairwise(_numbers("i", n + 1, offsets))]
 
 
-def _constant_text(n: int, offsets: pa.Buffer, data: pa.Buffer | None) -> str | None:
-    texts = _texts_in(n, offsets, data)
+def _constant_text(n: int, buffers: Sequence[pa.Buffer], at: int) -> str | None:
+    texts = _texts_in(n, buffers, at)
     return texts[0] if texts.count(texts[0]) == n else None
 
 
-def _constant_list(n: int, offsets: pa.Buffer, _: None, data: pa.Buffer | None) -> NDArray[np.int32] | None:
-    ends = _numbers("i", n + 1, offsets)
+def _constant_list(n: int, buffers: Sequence[pa.Buffer], at: int) -> NDArray[np.int32] | None:
+    ends, data = _numbers("i", n + 1, buffers[at]), buffers[at + 2]
     length = ends[1] - ends[0]
     if data is None or ends != tuple(range(0, n * length + 1, max(1, length))):
         return None
