@@ -12,23 +12,21 @@ local last = tonumber(redis.call('HGET', SEEN, ARGV[1]) or '-1')
 local expected = math.max(last + 1, tonumber(ARGV[2]))
 local there = redis.call('EXISTS', STREAM) == 1
 
-if ARGV[3] ~= '' then
-  if there then
-    -- Its id: no command tells the last one without a copy of the payload, but a group made there does.
-    redis.call('XGROUP', 'CREATE', STREAM, 'anabranch:last', '$')
-    for _, group in ipairs(all_groups()) do
-      if group['name'] == 'anabranch:last' then
-        note_open(group['last-delivered-id'], ARGV[1], ARGV[3])
-      end
+if there and ARGV[3] ~= '' then
+  -- Its id: no command tells the last one without a copy of the payload, but a group made there does.
+  redis.call('XGROUP', 'CREATE', STREAM, 'anabranch:last', '$')
+  for _, group in ipairs(all_groups()) do
+    if group['name'] == 'anabranch:last' then
+      note_open(group['last-delivered-id'], ARGV[1], ARGV[3])
     end
-    redis.call('XGROUP', 'DESTROY', STREAM, 'anabranch:last')
-    redis.call('HSET', SEEN, ARGV[1], ARGV[3])
-    count('produced', 1)
-    expected = tonumber(ARGV[3]) + 1
-  elseif redis.call('EXISTS', SHUT) == 1 then
-    redis.call('RENAME', SHUT, STREAM)
-    there = true
   end
+  redis.call('XGROUP', 'DESTROY', STREAM, 'anabranch:last')
+  redis.call('HSET', SEEN, ARGV[1], ARGV[3])
+  count('produced', 1)
+  expected = tonumber(ARGV[3]) + 1
+elseif not there and redis.call('EXISTS', SHUT) == 1 then
+  redis.call('RENAME', SHUT, STREAM)
+  there = true
 end
 
 if ARGV[4] ~= '' then
