@@ -65,7 +65,8 @@ class Place:
         return self.config.run.directory
 
     def spool(self, region: str) -> Path:
-        return self.disks / f"spool-{region}"
+        """Where spools are on that disk."""
+        return self.disks / f"spool-{region}" / RUN
 
     def disk_names(self) -> list[str]:
         of_regions = [f"{kind}-{region}" for kind in ("spool", "redis") for region in self.sites.regions]
@@ -127,7 +128,7 @@ class Place:
         for region in self.sites.regions:
             variables[f"REGIONS__{region.upper()}__URL"] = self._tcp(region, self.sites.address(region))
         if site != HUB:
-            variables["SPOOL__DIR"] = str(self.spool(site))
+            variables["SPOOL__DIR"] = str(self.spool(site).parent)
             variables["PRODUCER__NODE_DIR"] = str(self.temporary / f"node-{site}")
         return {f"{ENV_PREFIX}{name}": value for name, value in variables.items()}
 

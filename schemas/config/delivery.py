@@ -36,7 +36,9 @@ class SpoolSection(Section):
     """A producer's disk: groups stay there until the learner has settled them."""
 
     dir: Path | None = Field(
-        None, strict=False, description="on a disk that survives the process; default: RUN_DIRECTORY/spool"
+        None,
+        strict=False,
+        description="spools are in DIR/RUN, on a disk that survives the process; default: RUN_DIRECTORY/spool",
     )
     max_bytes: int = Field(
         2**30, ge=2**16, description="of one producer; a full spool stops sampling, it never drops a group"

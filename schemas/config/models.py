@@ -187,7 +187,8 @@ class RunConfig(Section):
 
     @property
     def spool_directory(self) -> Path:
-        return self.spool.dir or self.run.directory / "spool"
+        """Of this run alone: whoever finds a spool there sends it to this run's stream."""
+        return self.spool.dir / self.run.name if self.spool.dir else self.run.directory / "spool"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

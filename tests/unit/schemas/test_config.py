@@ -27,6 +27,14 @@ def test_defaults_are_valid() -> None:
     assert load_config() == RunConfig()
 
 
+def test_runs_that_share_a_disk_share_no_spool() -> None:
+    """Else a producer would send what another run's left there to its own learner, which refuses it."""
+    shared = [load_config(overrides=["spool.dir=/disk", f"run.name={name}"]).spool_directory for name in "ab"]
+    assert [str(path) for path in shared] == ["/disk/a", "/disk/b"]
+    own = [load_config(overrides=[f"run.name={name}"]).spool_directory for name in "ab"]
+    assert own[0] != own[1]
+
+
 def test_each_layer_wins_over_the_one_below() -> None:
     beneath = '[learner]\nlr = 1e-7\nsteps = 3\nwarmup_steps = 2\n[run]\nname = "preset"\nseed = 9\n'
     environ = {"ANABRANCH__LEARNER__LR": "1e-5", "ANABRANCH__RUN__NAME": "from-env", "PATH": "/bin"}
