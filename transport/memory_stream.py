@@ -31,7 +31,7 @@ __all__ = ["MemoryStream", "MemoryStreamStore"]
 
 class MemoryStream:
     def __init__(
-        self, store: MemoryStreamStore, *, max_entry_bytes: int = 16 * 2**20, max_dead_letters: int = 10_000
+        self, store: MemoryStreamStore, *, max_entry_bytes: int = 16 * 2**20, max_dead_letters: int = 1_000
     ) -> None:
         self._store = store
         self._max_entry_bytes, self._max_dead_letters = max_entry_bytes, max_dead_letters

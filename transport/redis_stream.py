@@ -58,7 +58,7 @@ class RedisStream:
         keys: Keys,
         *,
         max_entry_bytes: int = 16 * 2**20,
-        max_dead_letters: int = 10_000,
+        max_dead_letters: int = 1_000,
         what: str = "the region's Redis",
     ) -> None:
         self._client = client

@@ -19,7 +19,9 @@ class StreamSection(Section):
     max_deliveries: int = Field(32, ge=1, description="an entry delivered more often goes to the dead-letter stream")
 
     max_dead_letters: int = Field(
-        10_000, ge=1, description="kept per region; the oldest make room, which the ledger's page says"
+        1_000,
+        ge=1,
+        description="kept per region, in its Redis's memory; the oldest make room, which `anabranch dead-letter ls` says",
     )
     read_ahead_bytes: int = Field(
         64 * 2**20, ge=2**20, description="learner: entries of a region that are read before they are asked for"

@@ -7,6 +7,7 @@ from importlib.resources import files
 
 import pytest
 
+from anabranch.schemas.config import StreamSection
 from anabranch.schemas.envelope import Envelope
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_dead_letters import RedisDeadLetters
@@ -21,6 +22,14 @@ def advised_rules() -> list[str]:
     text = (files("anabranch.deploy") / "redis" / "region.conf").read_text("utf-8")
     (rules,) = re.findall(r"user learner on #HASH (.*)", text)
     return rules.split()
+
+
+def test_dead_letters_alone_do_not_fill_an_advised_server() -> None:
+    """Nobody makes room among them but a person: a producer that sends only what nobody reads must not stop its region."""
+    text = (files("anabranch.deploy") / "redis" / "region.conf").read_text("utf-8")
+    (gigabytes,) = re.findall(r"^maxmemory (\d+)gb$", text, re.MULTILINE)
+    large = 2**20  # an entry is 64 KB to 1 MB
+    assert StreamSection().max_dead_letters * large <= int(gigabytes) * 2**30 / 4
 
 
 @pytest.mark.parametrize("server", SERVERS)
