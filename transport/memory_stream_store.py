@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from anabranch.schemas.envelope import MAX_SEQ, is_producer
 from anabranch.schemas.errors import BackpressureError
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.transport.stream import LOST_FATE
-from anabranch.transport.stream_rules import MAX_SEQ, is_producer, parse_id
+from anabranch.transport.stream_rules import parse_id
 
 Id = tuple[int, int]
 

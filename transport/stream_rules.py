@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from anabranch.schemas.envelope import Envelope
+from anabranch.schemas.envelope import MAX_SEQ, Envelope, is_producer
 from anabranch.schemas.errors import EnvelopeError, UsageError
 from anabranch.schemas.keys import LEARNER_GROUP
 
 TRAINED = "trained"
 DROPPED = "dropped:"
-MAX_SEQ = 10**15 - 1  # numbers of the server's scripts are doubles
-_PRODUCER = re.compile(r"[!-~]{1,200}\Z")
 _ID = re.compile(r"[0-9]{1,18}-[0-9]{1,18}\Z")
 
 
@@ -36,11 +34,6 @@ def check_append(envelopes: Sequence[Envelope], floor: int, max_entry_bytes: int
         raise EnvelopeError(
             f"entry {envelopes[0].producer}/{envelopes[0].seq} is below {floor}, the lowest its producer holds"
         )
-
-
-def is_producer(name: str) -> bool:
-    """Whether a stream can keep the books of a producer of that name."""
-    return _PRODUCER.match(name) is not None
 
 
 def counted_fate(group: str, fate: str) -> str:
