@@ -99,6 +99,13 @@ def everywhere(tallies: Mapping[str, Mapping[str, Tally]]) -> dict[str, Tally]:
     return total
 
 
+def comparable(tallies: Mapping[str, Mapping[str, Tally]]) -> bool:
+    """Whether there are enough groups, consumed and of a cause of drops, for `verdicts` to find a difference between them."""
+    total = everywhere(tallies)
+    kept = total.pop(CONSUMED_FATE, Tally())
+    return min(kept.groups, max((one.groups for one in total.values()), default=0)) >= FEWEST
+
+
 def verdicts(tallies: Mapping[str, Mapping[str, Tally]]) -> list[str]:
     """In plain words, where dropped groups differ from consumed ones, and regions from each other; empty if nowhere."""
     total = everywhere(tallies)

@@ -1,4 +1,4 @@
-"""A look at the ledgers of all regions at once, and what is known of those that do not answer.
+"""A look at the ledgers of all regions at once, what is known of those that do not answer, and what alarms the learner.
 
 Invariant: a region that is away costs its own time only and is shown as such, with what the learner counted last if the hub
 still says. Held by tests/unit/deploy/test_ledger_look.py.
@@ -6,6 +6,7 @@ still says. Held by tests/unit/deploy/test_ledger_look.py.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from anabranch.deploy.regions_asked import Asked, ask_regions, impatient
@@ -31,7 +32,7 @@ class Ledgers:
 
     asked: Asked[RegionLedger]
     last: dict[str, RegionCounts] = field(default_factory=dict)
-    alarms: tuple[str, ...] = ()  # of the learner
+    alarms: tuple[str, ...] = ()  # of the learner, in its last status: it compares with its fate log too
 
     @property
     def unbalanced(self) -> list[str]:
@@ -49,8 +50,10 @@ def look(config: RunConfig) -> Ledgers:
         finally:
             stream.close()
 
-    asked = ask_regions(sorted(config.regions), ask)
-    last, alarms = _what_the_learner_said(patient) if asked.away else ({}, ())
+    with ThreadPoolExecutor(max_workers=1) as pool:  # a hub that is away costs no more time than a region
+        said = pool.submit(_what_the_learner_said, patient)
+        asked = ask_regions(sorted(config.regions), ask)
+        last, alarms = said.result()
     return Ledgers(asked, {name: counts for name, counts in last.items() if name in asked.away}, alarms)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from anabranch.consumers.drops import CONSUMED_FATE, Mean, Tally, everywhere
+from anabranch.consumers.drops import CONSUMED_FATE, FEWEST, SIGNIFICANT, Mean, Tally, comparable, everywhere
 from anabranch.consumers.ledger_check import difference
 from anabranch.deploy.ledger_look import Ledgers, RegionLedger
 from anabranch.deploy.plain_text import plain
@@ -95,6 +95,9 @@ def _lag(group: GroupLag) -> str:
 
 HEADING = f"{'region':<12} {'fate':<22} {'groups':>9} {'tokens a rollout':>18} {'cut':>7} {'age':>6} {'reward':>16}"
 
+ALIKE = f"Dropped groups do not differ from trained ones by more than {SIGNIFICANT:g} standard errors."
+TOO_FEW = f"Too few to compare: it takes {FEWEST} trained groups, and {FEWEST} that were dropped for one cause."
+
 
 def render_drops(tallies: Mapping[str, Mapping[str, Tally]], verdicts: list[str]) -> str:
     """Lengths and rewards with their standard errors; cut: share of rollouts that ended at sampling.max_tokens."""
@@ -111,7 +114,7 @@ def render_drops(tallies: Mapping[str, Mapping[str, Tally]], verdicts: list[str]
                 f"{one.age.mean:>6.2f} {_mean(one.reward, 3):>16}"
             )
             shown = ""
-    said = verdicts or ["Dropped groups do not differ from trained ones by more than 3 standard errors."]
+    said = verdicts or [ALIKE if comparable(tallies) else TOO_FEW]
     return "\n".join([*lines, "", *said])
 
 

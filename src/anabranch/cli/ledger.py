@@ -8,9 +8,10 @@ from typing import Any
 
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 
+LONGEST_S = 86_400
 _ABOUT = """\
 Read the ledger of every region and check it: produced + foreign = trained + dropped(cause) + pending. A region that cannot be
-reached is shown with what the learner counted there last.
+reached is shown with what the learner counted there last; so are the learner's alarms, which also go by its fate log.
 
 With --drops, whether dropped groups differ from trained ones: length, age and reward by cause and region, out of the fate log
 in the run directory (no Redis is asked). With --audit, that log against the streams, and every delivery in its place.
@@ -51,8 +52,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.plot is not None and not args.drops:
         args.error("--plot: of --drops")
-    if args.watch is not None and not args.watch > 0:
-        args.error(f"--watch {args.watch:g}: more than 0 seconds")
+    if args.watch is not None and not 0 < args.watch <= LONGEST_S:
+        args.error(f"--watch {args.watch:g}: more than 0 seconds, {LONGEST_S} at most")
     config = config_from(args)
     from anabranch.cli.ledger_commands import show
 

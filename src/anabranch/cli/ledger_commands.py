@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ Shown = tuple[str, Any, int]  # text, plain data, exit code
 
 
 def show(args: argparse.Namespace, config: RunConfig) -> int:
-    kind: Callable[[RunConfig], Shown] = _audit if args.audit else _balance
-    if args.drops:
-        plot = args.plot
-        kind = lambda config: _drops(config, plot)  # noqa: E731
+    kind: Callable[[RunConfig], Shown] = partial(_balance, as_json=args.json)
+    if args.audit:
+        kind = _audit
+    elif args.drops:
+        kind = partial(_drops, plot=args.plot)
     if args.watch is None:
         return _print(kind(config), as_json=args.json)
     while True:
@@ -51,20 +53,23 @@ def _print(shown: Shown, *, as_json: bool, one_line: bool = False) -> int:
     return code
 
 
-def _balance(config: RunConfig) -> Shown:
+def _balance(config: RunConfig, *, as_json: bool) -> Shown:
     ledgers = look(config)
     _say_who_is_away(ledgers.asked.away)
-    code = DOES_NOT_HOLD if ledgers.unbalanced else EXIT_TEMPORARY if ledgers.asked.away else 0
+    for alarm in ledgers.alarms if as_json else ():
+        print(f"anabranch ledger: learner: {plain(alarm)}", file=sys.stderr)
+    code = DOES_NOT_HOLD if ledgers.unbalanced or ledgers.alarms else EXIT_TEMPORARY if ledgers.asked.away else 0
     return ledger_show.render(ledgers), ledger_show.as_plain(ledgers), code
 
 
 def _drops(config: RunConfig, plot: Path | None) -> Shown:
-    tallies = tally(read_fates(_fates(config)))
-    said = verdicts(tallies)
     if plot is not None:
         from anabranch.deploy import drops_plot  # loads matplotlib
 
         drops_plot.check_name(plot)
+    tallies = tally(read_fates(_fates(config)))
+    said = verdicts(tallies)
+    if plot is not None:
         drops_plot.write_drops_plot(tallies, plot, title=config.run.name)
     return ledger_show.render_drops(tallies, said), ledger_show.drops_as_plain(tallies, said), 0
 

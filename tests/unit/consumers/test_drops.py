@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.consumers.drops import CONSUMED_FATE, Mean, everywhere, tally, verdicts
+from anabranch.consumers.drops import CONSUMED_FATE, Mean, comparable, everywhere, tally, verdicts
 from anabranch.schemas.fates import FateRecord
 from tests.fates import record
 
@@ -98,6 +98,15 @@ def test_nothing_is_said_of_what_is_alike_or_too_few(seed: int) -> None:
     assert verdicts(tally(alike)) == []
     assert verdicts(tally(groups(200, "trained", length=50) + groups(9, "dropped:age", length=500))) == []
     assert verdicts(tally([])) == []
+
+
+def test_whether_there_is_enough_to_compare() -> None:
+    few, many = groups(9, "dropped:age", length=50), groups(10, "dropped:age", length=50)
+    assert not comparable(tally([]))
+    assert not comparable(tally(groups(200, "trained", length=50)))
+    assert not comparable(tally(groups(200, "trained", length=50) + few))
+    assert not comparable(tally(groups(9, "trained", length=50) + many))
+    assert comparable(tally(groups(10, "trained", length=50) + many))
 
 
 def test_numbers_that_do_not_scatter_at_all() -> None:

@@ -71,8 +71,10 @@ def test_drops_by_region_and_over_all() -> None:
         "all trained 4 10.1 ± 0.1 12.5% 2.00 0.250 ± 0.000",
         "dropped:age 1 100.0 12.5% 2.00 0.250",
         "",
-        "Dropped groups do not differ from trained ones by more than 3 standard errors.",
+        "Too few to compare: it takes 10 trained groups, and 10 that were dropped for one cause.",
     ]
+    many = [record(seq=s, fate=fate) for s in range(10) for fate in ("trained", "dropped:age")]
+    assert "do not differ from trained ones by more than 3 standard errors." in render_drops(tally(many), [])
     assert render_drops(tally(RECORDS), ["they differ"]).endswith("\n\nthey differ")
     assert render_drops({}, []) == "no group has ended yet"
 
