@@ -121,6 +121,11 @@ class Outbox:
         """Whether another group may be started."""
         return self._alarm.room is Room.OPEN
 
+    @property
+    def held_up(self) -> bool:
+        """The stream takes nothing at present, and a whole round of groups waits for it."""
+        return bool(self.sender.error) and len(self) >= self._in_flight
+
     def appended(self) -> list[int]:
         """Group indices that the stream has taken since the last call. One may come twice: a server forgot it."""
         with self._lock:

@@ -1,9 +1,10 @@
 """The producer's loop: permits in, sampled and scored groups out, weights swapped between two engine steps.
 
 Invariant: one thread drives the engine, and waits for no network and for no single rollout. A group is started only under a
-permit, only when the version served satisfies the permit, and only while the outbox has room for what is in flight; it ends
-by its deadline (producers/running_groups.py) in the outbox, or as a permit that somebody else gets. A swap happens only
-between steps, so every token's tag names the weights that sampled it.
+permit, only when the version served satisfies the permit, and only while the outbox has room for what is in flight (and its
+stream takes groups, where another region could deliver in its place); it ends by its deadline (producers/running_groups.py)
+in the outbox, or as a permit that somebody else gets. A swap happens only between steps, so every token's tag names the
+weights that sampled it.
 Held by tests/unit/producers/test_rollout.py, tests/e2e/test_synchronous.py and tests/e2e/test_survival.py.
 """
 
@@ -60,6 +61,7 @@ class RolloutLoop:
     ) -> None:
         self._engine, self._prompts, self._follower, self._link = engine, prompts, follower, link
         self._outbox, self._config, self._producer, self._region = outbox, config, producer, region
+        self._other_regions = len(config.regions) > 1
         self._clock_ms = clock_ms
         self._groups = RunningGroups(engine, config, clock_ms=clock_ms)
         self._heldout = HeldOut(engine, prompts, link, config)
@@ -159,9 +161,9 @@ class RolloutLoop:
         if not self._heldout.busy and not len(self._groups) and not self._swapper.busy and not settling:
             self._heldout.start_if_granted()
         config = self._config.producer
-        if not self._outbox.accepts:
+        if not self._outbox.accepts or (self._other_regions and self._outbox.held_up):
             self._link.want(0, self._engine.policy)
-            self._link.hand_back_granted()  # for as long as the outbox is full, they are better off elsewhere
+            self._link.hand_back_granted()  # for as long as groups would only pile up here, they are better off elsewhere
             return
         free = config.groups_in_flight - len(self._groups)
         self._link.want(free + max(1, config.groups_in_flight // 4), self._engine.policy)

@@ -161,6 +161,26 @@ def test_beyond_its_bound_groups_wait_in_memory_and_nothing_is_lost(tmp_path: Pa
     assert lab.outbox.accepts
 
 
+def test_it_is_held_up_while_the_stream_takes_nothing_and_a_round_of_groups_waits(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    held_up = []
+    for index in range(3):  # groups_in_flight is 2
+        lab.outbox.put(group(index))
+        held_up.append(lab.outbox.held_up)
+    assert held_up == [False] * 3, "nothing is known to be wrong"
+    lab.stream.down = True
+    lab.run()
+    assert lab.outbox.held_up
+    assert lab.outbox.accepts, "the spool has room"
+    lab.stream.down = False
+    lab.run(3)
+    assert not lab.outbox.held_up
+    lab.stream.down = True
+    lab.outbox.put(group(3))
+    lab.run()
+    assert not lab.outbox.held_up, "one group waits"
+
+
 def test_a_full_spool_is_waited_for_up_to_its_deadline(tmp_path: Path) -> None:
     lab = Lab(tmp_path, max_bytes=2**16, full_deadline_s=100)
     lab.stream.down = True

@@ -44,7 +44,7 @@ class Follower:
 class Outbox:
     def __init__(self) -> None:
         self.error = self.waiting_for = ""
-        self.accepts = True
+        self.accepts, self.held_up = True, False
         self.groups: list[Group] = []
         self.stored: list[int] = []
         self.neighbours: list[tuple[str, list[int]]] = []
@@ -113,7 +113,14 @@ class Engine:
 
 
 class World:
-    def __init__(self, kv_policy: str = "keep", *, groups: int = 2, min_group_size: int | None = 2) -> None:
+    def __init__(
+        self,
+        kv_policy: str = "keep",
+        *,
+        groups: int = 2,
+        min_group_size: int | None = 2,
+        regions: tuple[str, ...] = ("a",),
+    ) -> None:
         self.engine, self.follower, self.outbox = Engine(), Follower(), Outbox()
         self.permits = [Permit(i, 0, PolicyVersion(1, 0)) for i in range(9)]
         self.told: list[tuple[str, int]] = []
@@ -145,6 +152,7 @@ class World:
             {
                 "producer": {"kv_policy": kv_policy, "groups_in_flight": groups},
                 "sampling": {"group_size": SIZE, "min_group_size": min_group_size},
+                "regions": {name: {"url": "redis://127.0.0.1:1/0"} for name in regions},
             }
         )
         parts: Any = self.engine, prompts, self.follower, self.link, self.outbox
@@ -227,6 +235,27 @@ def test_a_full_spool_starts_nothing_finishes_what_runs_and_says_so() -> None:
     world.outbox.failure = DeadlineError("gave up waiting for the disk")
     with pytest.raises(DeadlineError, match="the disk"):
         world.loop.turn()
+
+
+@pytest.mark.parametrize("regions", [("a",), ("a", "b")])
+def test_while_its_region_takes_nothing_permits_are_left_to_other_regions_if_there_are_any(
+    regions: tuple[str, ...],
+) -> None:
+    """Else a region whose Redis is gone would sit on every permit there is, and the learner would wait for it."""
+    world = World(groups=1, regions=regions)
+    world.loop.turn()
+    world.outbox.held_up = True
+    started = len(world.engine.submitted)
+    world.engine.finish("0.")
+    for _ in range(3):
+        world.loop.turn()
+    assert len(world.outbox.groups) == 1, "what runs is finished and spooled"
+    goes_on = len(regions) == 1
+    assert (len(world.engine.submitted) > started, world.wanted > 0) == (goes_on, goes_on)
+    assert (("hand_back_granted", -1) in world.told) is not goes_on
+    world.outbox.held_up = False
+    world.loop.turn()
+    assert len(world.engine.submitted) > started
 
 
 def test_a_scorer_that_fails_ends_the_process() -> None:
