@@ -72,31 +72,26 @@ def as_json(row: BytesRow | RolloutsRow) -> dict[str, Any]:
 
 
 def bytes_table(rows: Sequence[BytesRow]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title="MB/s, ours / redis-benchmark's; through: written and read at the same time",
-        title_justify="left",
+    """Ours beside redis-benchmark's; CPU of the reader. SET and GET are in the JSON alone."""
+    table = _table(
+        "MB/s, ours / redis-benchmark's; through: written and read at the same time",
+        ("server", "entry", "write", "read", "through", "ratio", "CPU ms/MB", "kept"),
     )
-    for name in (
-        "persistence", "entry", "write", "read", "through", "ratio", "SET, GET", "reader CPU ms/MB", "kept",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name == "persistence" else "right")
     for row in rows:
         table.add_row(
-            row.persistence, f"{row.entry_bytes:,}",
+            row.persistence, f"{row.entry_bytes / 1024:.0f} KB",
             _against(row.write_mb_s, row.benchmark_write_mb_s), _against(row.read_mb_s, row.benchmark_read_mb_s),
             _against(row.through_mb_s, row.benchmark_through_mb_s), _shown(row.through_ratio),
-            f"{_shown(row.set_mb_s)}, {_shown(row.get_mb_s)}", _shown(row.reader_cpu_ms_per_mb), _yes(row.kept),
+            _shown(row.reader_cpu_ms_per_mb), _yes(row.kept),
         )  # fmt: skip
     return table
 
 
 def rollouts_table(rows: Sequence[RolloutsRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Rollouts per second, against one message each", title_justify="left")
-    for name in (
-        "way", "group", "tokens", "bytes each", "written/s", "read/s", "both/s", "reader CPU µs", "ours over it", "kept",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name == "way" else "right")
+    table = _table(
+        "Rollouts per second, against one message each",
+        ("way", "group", "tokens", "bytes", "write/s", "read/s", "both/s", "reader µs", "ours ×", "kept"),
+    )
     for row in rows:
         table.add_row(
             row.way, str(row.rollouts_per_group), str(row.tokens), f"{row.bytes_per_rollout:,}", _shown(row.write_per_s),
@@ -106,12 +101,19 @@ def rollouts_table(rows: Sequence[RolloutsRow]) -> Table:
     return table
 
 
+def _table(title: str, names: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
 def _shown(value: float | None) -> str:
     return "—" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _against(ours: float, theirs: float | None) -> str:
-    return f"{_shown(ours)} / {_shown(theirs)}"
+    return f"{ours:,.0f} / {'—' if theirs is None else f'{theirs:,.0f}'}"
 
 
 def _yes(kept: bool | None) -> str:
