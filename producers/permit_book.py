@@ -23,7 +23,7 @@ class PermitBook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._granted: dict[int, tuple[Permit, float]] = {}  # with when it was granted
-        self._held: dict[int, float] = {}  # until when its lease is renewed
+        self._held: dict[int, float] = {}  # until when its lease is renewed; while it is sampled: for ever
         self._handed_back: dict[int, bool] = {}  # whether that counts against the group
         self._lost: set[int] = set()
         self._too_new: PolicyVersion | None = None  # asked for by permits that were handed back, and not served yet
@@ -131,5 +131,5 @@ class PermitBook:
             for index in indices:
                 self._granted.pop(index, None)
                 self._handed_back.pop(index, None)
-                if self._held.pop(index, None) is not None:
+                if self._held.pop(index, 0.0) == math.inf:  # else it is finished, and sampling it again harms nobody
                     self._lost.add(index)

@@ -89,6 +89,25 @@ def test_a_finished_group_keeps_its_lease_while_its_region_is_away_but_not_for_e
     link.release(0)
 
 
+def test_a_finished_group_whose_lease_ran_out_may_be_sampled_again_here_at_once() -> None:
+    """Its region is away, and for a while the hub was too. Kept back until the region has it, the permit would be nobody's."""
+    lab = Lab(total=2)
+    link = lab.link()
+    assert granted(lab, link, 2) == [0, 1]
+    link.hold(0)
+    lab.now_s += 1.1 * LEASE_S
+    assert attempts(lab) == [(0, 1), (1, 1)]
+    link.turn()
+    assert link.lost() == {1}, "the engine is not at 0 any more"
+    lab.permits.surrender("other")
+    link.want(2, V0)
+    lab.now_s += LEASE_S
+    link.turn()
+    assert taken(link) == [0], "1 is still being sampled"
+    link.release(1)
+    assert taken(link) == [1]
+
+
 def test_a_restarted_producer_keeps_what_its_spool_holds_and_hands_back_the_rest() -> None:
     lab = Lab()
     assert granted(lab, lab.link(), 6) == [0, 1, 2, 3, 4, 5]
