@@ -181,12 +181,13 @@ class MemoryPermits:
             self._epoch, self._version = epoch, version
             self._batch, self._max_age, self._total = batch, max_age, total
             self._limit = self._allowed()
+            accepted = permit_rules.plausible(accepted, self._limit)
             self._next = max(self._next, max([*accepted, *abandoned], default=-1) + 1)
             for index in abandoned:
                 self._abandon(index)
             for index in accepted:
                 self._forget(index)
-            self._returned = set(range(self._next)) - set(accepted) - self._leases.keys() - self._abandoned
+            self._returned = set(range(self._next)) - accepted - self._leases.keys() - self._abandoned
 
     def _allowed(self) -> int:
         return permit_rules.limit(self._version, batch=self._batch, max_age=self._max_age, total=self._total)

@@ -14,6 +14,8 @@ from anabranch.schemas.versions import PolicyVersion
 
 LONG = 2  # an expiry this many leases away was written before the clock stepped back
 
+FAR = 100_000  # indices beyond the limit; more than a learner that went back to an older checkpoint finds queued
+
 
 def limit(version: int, *, batch: int, max_age: int, total: int) -> int:
     """First group index that may not be handed out while `version` is the learner's and none is abandoned."""
@@ -26,6 +28,11 @@ def raised(limit: int, abandoned: Collection[int]) -> int:
     while bound < (wanted := limit + sum(index < bound for index in abandoned)):
         bound = wanted
     return bound
+
+
+def plausible(accepted: Collection[int], limit: int) -> set[int]:
+    """Without those that nobody can have been given (an entry may claim any index): all below them would be listed."""
+    return {index for index in accepted if index < limit + FAR}
 
 
 def min_policy(group_index: int, *, epoch: int, version: int, batch: int, max_age: int, skipped: int) -> PolicyVersion:

@@ -129,7 +129,7 @@ class RedisPermits:
         k = self._keys
         keys = [k.permits, k.leases, k.holders, k.returned, k.takes, k.attempts, k.abandoned]
         limit = permit_rules.limit(version, batch=batch, max_age=max_age, total=total)
-        ranges = permit_rules.ranges(accepted)
+        ranges = permit_rules.ranges(permit_rules.plausible(accepted, limit))
         flat = [bound for pair in ranges for bound in pair]
         args = [epoch, version, batch, max_age, total, limit, len(ranges), *flat, *sorted(abandoned)]
         newer: bytes = self._run("reset", keys, args)

@@ -41,6 +41,13 @@ def test_a_learner_of_an_older_epoch_raises_nothing(make):
     assert take(permits, 50) == [8, 9, 10, 11]
 
 
+def test_an_index_that_nobody_was_given_opens_an_epoch_as_fast_as_ever(make):
+    """An entry may claim any: the hub must not list all indices below it."""
+    permits = opened(make, accepted=[0, 1, 10**15])
+    assert permits.state().next_index == 2
+    assert take(permits, 50) == [2, 3, 4, 5, 6, 7]
+
+
 def test_the_run_ends_at_its_total(make):
     permits = opened(make, total=6)
     assert take(permits, 100) == [0, 1, 2, 3, 4, 5]
