@@ -170,8 +170,8 @@ class SpoolSlots:
 
 
 def _read(path: Path) -> bytes:
-    """What is in a small file; nothing if there is none."""
+    """What is in a small file; nothing if there is none, or it cannot be read (a sandbox may hide BOOT)."""
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return b""

@@ -130,6 +130,14 @@ def test_no_number_is_given_twice_when_the_machine_lost_power(
     assert again.spool.producer == slot.spool.producer, "the machine was not started anew since"
 
 
+def test_where_nobody_says_when_the_machine_was_started_it_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool_slots, "BOOT", tmp_path)  # a folder: opening it fails, as a hidden file does
+    producer = left_behind(tmp_path)
+    assert slots(tmp_path).claim().spool.producer == producer
+
+
 def test_an_empty_spool_is_removed_and_its_slot_goes_to_a_new_producer(tmp_path: Path) -> None:
     slot = slots(tmp_path).claim()
     fill(slot.spool, 2)
