@@ -108,14 +108,15 @@ def test_permits_whose_answer_is_lost_are_not_leased_for_nothing(client, far, li
 def test_permits_whose_answer_stays_lost_come_with_the_next_call(client, far, link, keys: Keys):
     """The call gives up before the link is back: what it was leased is the lowest there is, and a step waits for it."""
     permits, near = RedisPermits(far, keys), RedisPermits(client, keys)
-    near.reset(epoch=1, version=0, batch=4, max_age=0, total=4, accepted=())
+    near.reset(epoch=1, version=0, batch=5, max_age=0, total=5, accepted=())
+    assert [p.group_index for p in near.take("q", max_groups=1, lease_ms=60_000)] == [0]  # the server knows the script now
     link.lose_replies(b"EVALSHA", times=10**6)
     with pytest.raises(StreamUnavailableError):
         permits.take("p", max_groups=2, lease_ms=60_000)
-    assert near.state().leased == {"p": 2}
+    assert near.state().leased == {"p": 2, "q": 1}
     link.lose_replies(b"EVALSHA", times=0)
-    assert [(p.group_index, p.attempt) for p in permits.take("p", max_groups=3, lease_ms=60_000)] == [(0, 0), (1, 0)]
-    assert [p.group_index for p in permits.take("p", max_groups=3, lease_ms=60_000)] == [2, 3]
+    assert [(p.group_index, p.attempt) for p in permits.take("p", max_groups=3, lease_ms=60_000)] == [(1, 0), (2, 0)]
+    assert [p.group_index for p in permits.take("p", max_groups=3, lease_ms=60_000)] == [3, 4]
 
 
 def test_a_link_that_keeps_losing_replies_ends_in_an_error_within_bounds(far, link, keys: Keys):
