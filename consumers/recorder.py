@@ -86,7 +86,8 @@ class Recorder:
                 if region.rows >= self._config.recorder.rows_per_file or ((region.buffer or region.skipped) and due):
                     self._write(region)
             except NOT_NOW as error:
-                self._log.warning("recording paused", region=region.name, error=str(error), retry_s=RETRY_S)
+                if region.error != str(error):  # else it was told
+                    self._log.warning("recording paused", region=region.name, error=str(error), retry_s=RETRY_S)
                 region.retry_at_s = self._clock() + RETRY_S
                 region.error = str(error)
             else:

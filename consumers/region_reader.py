@@ -97,7 +97,7 @@ class RegionReader(threading.Thread):
         self._largest = config.max_entry_bytes  # of the entries lately read
         self._retry_at_s, self._retry_pause_s = 0.0, RETRY_FIRST_S
         self._settle_at_s = self._claim_at_s = self._ledger_at_s = 0.0
-        self._to_trim = False
+        self._to_trim = self._refused = False
 
     def close(self) -> None:
         """The thread ends after the call it is in; join it."""
@@ -240,9 +240,11 @@ class RegionReader(threading.Thread):
             while self._to_settle:
                 self._settle_some()
             self._stream.trim()
-            self._to_trim = False
+            self._to_trim = self._refused = False
         except BackpressureError as error:  # what is there can be read all the same
-            self._log.warning("cannot acknowledge yet", entries=len(self._to_settle), error=str(error))
+            if not self._refused:
+                self._log.warning("cannot acknowledge yet", entries=len(self._to_settle), error=str(error))
+            self._refused = True
             self._settle_at_s = self._clock() + RETRY_LAST_S
 
     def _settle_some(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from anabranch.consumers.region_reader import RegionState
 from anabranch.schemas.envelope import Envelope
@@ -30,6 +31,7 @@ class Faulty(MemoryStream):
     """Calls named in `faults` fail."""
 
     faults: dict[str, TemporaryError]
+    failed = 0
 
     def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
         self._check("read")
@@ -53,6 +55,7 @@ class Faulty(MemoryStream):
 
     def _check(self, call: str) -> None:
         if call in self.faults:
+            self.failed += 1
             raise self.faults[call]
 
 
@@ -163,6 +166,25 @@ def test_what_is_to_be_settled_waits_for_a_region_that_is_away(world: Regions) -
     world.now_s += 60
     wait(lambda: not reader.unsettled(), "the acknowledgement")
     assert stream.ledger(LEARNER_GROUP).fates == {"trained": 1}
+
+
+def test_a_refusal_to_acknowledge_is_told_once(world: Regions) -> None:
+    """A disk that is full for days must not fill the log as well."""
+    stream = faulty(world)
+    put(stream, entry(0))
+    with capture_logs() as logs:
+        reader = world.reader(streams={"east": stream})
+        (arrival,) = drain(reader).arrivals
+        stream.faults = {"settle": FULL}
+        reader.settle("east", [(arrival.entry_id, "trained")])
+
+        def refused_often() -> bool:
+            world.now_s += 5
+            return stream.failed >= 5
+
+        wait(refused_often, "five refusals")
+        world.die()
+    assert [log["event"] for log in logs].count("cannot acknowledge yet") == 1
 
 
 @pytest.mark.parametrize("call", ["settle", "trim"])
