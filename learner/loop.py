@@ -172,22 +172,17 @@ class LearnerLoop:
         progress, learner = self._progress, self._config.learner
         self._set_state(LearnerState.WAITING)
         fed = self._feed.next_batch(
-            progress.policy,
-            self._forks,
-            deadline_s=learner.batch_deadline_s,
-            waiting=lambda what: self._waiting(publisher, what),
-            stop=should_stop,
-        )
+            progress.policy, self._forks, deadline_s=learner.batch_deadline_s,
+            waiting=lambda what: self._waiting(publisher, what), stop=should_stop,
+        )  # fmt: skip
         if fed is None:
             return False
         self._set_state(LearnerState.STEPPING)
         started = time.monotonic()
         batch = build_batch(
-            [a.group for a in fed.arrivals],
-            now=progress.policy,
-            forks=self._forks,
+            [a.group for a in fed.arrivals], now=progress.policy, forks=self._forks,
             max_age=self._config.correction.max_age,
-        )
+        )  # fmt: skip
         output = self._engine.train_step(batch)
         self._feed.consumed(fed.arrivals, zero_variance=output.zero_variance_groups)
         step_s = time.monotonic() - started
