@@ -13,6 +13,7 @@ Held by tests/unit/producers/test_courier.py.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable
 
 import structlog
@@ -44,11 +45,12 @@ class Courier:
         *,
         release_after_s: float,
         on_stored: Callable[[list[int]], None] = lambda indices: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream, self.spool, self._on_stored = stream, spool, on_stored
+        self._stream, self.spool, self._on_stored, self._clock = stream, spool, on_stored, clock
         self._rule = ReleaseRule(release_after_s)
         self._told = spool.floor  # `on_stored` was told of all below
-        self._asked_s = 0.0
+        self._asked_s = float("-inf")
         self._batch = BATCH_RECORDS
         self._known = False  # whether the stream has ever said what it holds
         self.next_seq = spool.floor  # the lowest number that the stream is not known to hold
@@ -63,14 +65,14 @@ class Courier:
         if away:
             self._rule.interrupt()
 
-    def ask(self, now_s: float) -> None:
+    def ask(self) -> None:
         """If it is time, ask what the stream holds and what of it is settled, and let go of that.
 
         Raises:
             StreamUnavailableError, BackpressureError: the stream's.
             OSError: the spool cannot be written.
         """
-        if self.state is not CourierState.ASKING and now_s - self._asked_s < ASK_EVERY_S:
+        if self.state is not CourierState.ASKING and self._clock() - self._asked_s < ASK_EVERY_S:
             return
         progress = self._stream.progress(self.spool.producer)
         if not self._known and (progress.next_seq or 0) > self.spool.opened_at:
@@ -80,9 +82,9 @@ class Courier:
                 producer=self.spool.producer, next_seq=progress.next_seq, spool_ended=self.spool.opened_at, groups_moved=moved,
             )  # fmt: skip
         self._known = True
-        self._asked_s = now_s
+        self._asked_s = self._clock()  # when it has answered: how long it took must not make the reading older
         self._stands_at(progress.next_seq or 0)
-        self.spool.release(self._rule.read(now_s, min(progress.settled_below, self.next_seq)))
+        self.spool.release(self._rule.read(self._asked_s, min(progress.settled_below, self.next_seq)))
         self._look()
 
     def send(self) -> bool:

@@ -40,7 +40,7 @@ class Sender:
     ) -> None:
         self._stream, self._slots, self._own, self._region = stream, slots, own, region
         self._release_after_s, self._clock = release_after_s, clock
-        self.courier = Courier(stream, own.spool, release_after_s=release_after_s, on_stored=on_stored)
+        self.courier = Courier(stream, own.spool, release_after_s=release_after_s, on_stored=on_stored, clock=clock)
         self._adopted: dict[Slot, Courier] = {}
         self._told: deque[tuple[str, list[int]]] = deque()  # adopted since `adoptions` was called last
         self._refused: list[Slot] = []  # adopted, and not to be sent by us; locked, so that we do not adopt them again
@@ -73,9 +73,9 @@ class Sender:
             return self._retry_at - now
         self._adopt(now)
         try:
-            more = self._carry(self.courier, now)
+            more = self._carry(self.courier)
             for slot, courier in list(self._adopted.items()):
-                more |= self._carry_adopted(slot, courier, now)
+                more |= self._carry_adopted(slot, courier)
         except (StreamUnavailableError, BackpressureError, OSError) as error:
             return self._failed(error)
         if self.error:
@@ -89,13 +89,13 @@ class Sender:
             slot.close()
         self._adopted, self._refused = {}, []
 
-    def _carry(self, courier: Courier, now: float) -> bool:
-        courier.ask(now)
+    def _carry(self, courier: Courier) -> bool:
+        courier.ask()
         return courier.send()
 
-    def _carry_adopted(self, slot: Slot, courier: Courier, now: float) -> bool:
+    def _carry_adopted(self, slot: Slot, courier: Courier) -> bool:
         try:
-            more = self._carry(courier, now)
+            more = self._carry(courier)
             if courier.state is CourierState.EMPTY:
                 self._retire(slot)
             return more
@@ -134,7 +134,9 @@ class Sender:
             structlog.get_logger().debug("no look at spools left behind", error=str(error))
             return
         if slot is not None:
-            self._adopted[slot] = Courier(self._stream, slot.spool, release_after_s=self._release_after_s)
+            self._adopted[slot] = Courier(
+                self._stream, slot.spool, release_after_s=self._release_after_s, clock=self._clock
+            )
             self._told.append((slot.spool.producer, slot.spool.groups(0)))
             structlog.get_logger().info(
                 "adopted the spool of a producer that has gone",

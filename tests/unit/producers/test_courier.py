@@ -14,6 +14,7 @@ from anabranch.producers.spool import Spool
 from anabranch.producers.spool_file import RECORD_HEADER, SEGMENT_HEADER
 from anabranch.schemas.errors import BackpressureError, ConfigError, StreamUnavailableError
 from anabranch.schemas.keys import LEARNER_GROUP
+from anabranch.transport.stream import ProducerProgress
 from tests.spools import Rough, fill, fresh, section, segments, settle_all
 
 PRODUCER = "east-00-abc123"
@@ -34,11 +35,12 @@ class Lab:
             spool,
             release_after_s=self.release_after_s,
             on_stored=lambda groups: self.stored.extend(groups),
+            clock=lambda: self.now,
         )
 
     def turn(self, after_s: float = 0.0) -> bool:
         self.now += after_s
-        self.courier.ask(self.now)
+        self.courier.ask()
         return self.courier.send()
 
     def drain(self) -> None:
@@ -141,6 +143,28 @@ def test_it_lets_go_late_and_gives_again_what_a_server_forgot_of_the_settled(tmp
     for _ in range(7):
         lab.turn(after_s=1)
     assert lab.courier.state is CourierState.EMPTY
+
+
+def test_a_reading_is_no_older_than_its_answer(tmp_path: Path) -> None:
+    """The process was stopped, or the server, while it asked: what is settled may have been settled just now."""
+    lab = Lab(tmp_path, release_after_s=5)
+    fill(lab.spool, 1)
+    lab.drain()
+    progress = lab.stream.progress
+
+    def slow(producer: str) -> ProducerProgress:
+        lab.now += 60
+        settle_all(lab.stream)
+        return progress(producer)
+
+    lab.stream.progress = slow  # type: ignore[method-assign]
+    lab.turn(after_s=1)
+    lab.stream.progress = progress  # type: ignore[method-assign]
+    for _ in range(4):
+        lab.turn(after_s=1)
+        assert lab.spool.floor == 1
+    lab.turn(after_s=1)
+    assert lab.spool.floor == 2
 
 
 def test_an_outage_begins_the_wait_anew(tmp_path: Path) -> None:
