@@ -232,15 +232,18 @@ class Feed:
         if fate == FALSE_VERSION:
             self._log.warning("groups claim weights that do not exist", groups=len(arrivals), now=str(self._now))
         if give_back:
-            self._give_back(a.group.group_index for a in arrivals)
+            attempts: dict[int, int] = {}  # newest of each index: one that is sampled again already goes on
+            for group in (a.group for a in arrivals):
+                attempts[group.group_index] = max(group.attempt, attempts.get(group.group_index, 0))
+            self._give_back(attempts, attempts)
         self._dropped[_cause(fate)] += len(arrivals)
         self._book.end(Ending(fate_record(a, fate, self._now, self._forks), self._queue.release(a)) for a in arrivals)
 
-    def _give_back(self, indices: Iterable[int]) -> None:
+    def _give_back(self, indices: Iterable[int], attempts: Mapping[int, int] | None = None) -> None:
         queued = self._queue.indices
         again = [g for g in indices if g not in self.trained and g not in queued]
         if again:
-            self._hub(lambda: self._permits.give_back(again))
+            self._hub(lambda: self._permits.give_back(again, attempts=attempts))
 
     def _hub(self, call: Callable[[], None]) -> None:
         what = "the hub's Redis, to account for permits"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.transport import permit_rules
@@ -148,9 +148,12 @@ class MemoryPermits:
         self._returned.update(set(range(self._next, index)) - self._abandoned)
         self._next = max(self._next, index + 1)
 
-    def give_back(self, group_indices: Sequence[int]) -> None:
+    def give_back(self, group_indices: Sequence[int], *, attempts: Mapping[int, int] | None = None) -> None:
         with self._lock:
             for index in group_indices:
+                newest = self._attempts.get(index, 0)
+                if index in self._leases and newest > (attempts or {}).get(index, newest):
+                    continue
                 self._leases.pop(index, None)
                 if index < self._next and index not in self._abandoned:
                     self._returned.add(index)

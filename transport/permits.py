@@ -86,8 +86,9 @@ class Permits(Protocol):
         again. Nothing is counted: harmless to repeat, and to say of an abandoned one."""
         ...
 
-    def give_back(self, group_indices: Sequence[int]) -> None:
-        """Learner: these groups were dropped, hand them out again (the abandoned ones not)."""
+    def give_back(self, group_indices: Sequence[int], *, attempts: Mapping[int, int] | None = None) -> None:
+        """Learner: these groups were dropped, hand them out again (the abandoned ones not). `attempts`: which attempt at an
+        index it was; where a later one is on a lease, that one goes on."""
         ...
 
     def advance(self, version: int, *, epoch: int | None = None, abandoned: Collection[int] = ()) -> None:

@@ -9,7 +9,7 @@ Held by tests/contract/test_permits.py, tests/contract/test_permit_full_hub.py a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -99,10 +99,11 @@ class RedisPermits:
     def settle(self, group_indices: Sequence[int]) -> None:
         self._end_leases("accepted", group_indices)
 
-    def give_back(self, group_indices: Sequence[int]) -> None:
-        self._end_leases("returned", group_indices)
+    def give_back(self, group_indices: Sequence[int], *, attempts: Mapping[int, int] | None = None) -> None:
+        known = attempts or {}
+        self._end_leases("returned", [f"{i}:{known[i]}" if i in known else i for i in group_indices])
 
-    def _end_leases(self, outcome: str, group_indices: Sequence[int]) -> None:
+    def _end_leases(self, outcome: str, group_indices: Sequence[int | str]) -> None:
         if not group_indices:
             return
         k = self._keys

@@ -117,6 +117,17 @@ def test_a_dropped_group_is_handed_out_again_before_new_ones(make):
     )
 
 
+def test_a_group_that_came_too_late_does_not_end_the_attempt_that_followed_it(make):
+    """A region that comes back brings many at once; others are sampling their indices by then."""
+    permits = opened(make)
+    take(permits, 8, lease_ms=10)
+    time.sleep(0.02)
+    assert take(permits, 2, "q") == [0, 1]
+    permits.give_back([0, 1, 2], attempts={0: 0, 1: 1, 2: 0})
+    assert permits.renew("q", [0, 1], lease_ms=LONG_MS) == [1], "the second attempt at 1 itself was dropped"
+    assert take(permits, 2) == [1, 2]
+
+
 def test_a_late_arrival_takes_its_index_back_from_the_returned(make):
     permits = opened(make)
     take(permits, 2)

@@ -71,6 +71,19 @@ def test_an_old_group_is_dropped_and_its_permit_handed_out_again(world: FeedWorl
     assert [(p.group_index, p.attempt) for p in again] == [(i, 1) for i in range(4)]
 
 
+def test_an_old_group_does_not_end_an_attempt_that_is_under_way(world: FeedWorld) -> None:
+    feed = world.learner()
+    world.take(1)
+    world.now_ms += 61_000
+    (again,) = world.permits.take("q", max_groups=1, lease_ms=600_000)
+    assert (again.group_index, again.attempt) == (0, 1)
+    world.produce(0, 0)
+    with pytest.raises(DeadlineError):
+        next_batch(feed, version=MAX_AGE + 1, deadline_s=0.2)
+    assert world.ledger("east") == {"produced": 1, "pending": 0, "dropped:age": 1}
+    assert world.permits.renew("q", [0], lease_ms=600_000) == []
+
+
 def test_a_group_that_grows_old_while_it_waits_is_dropped_too(world: FeedWorld) -> None:
     feed = world.learner()
     world.take(2 * BATCH)
