@@ -1,8 +1,9 @@
-"""DeepSpeed's checkpoint files, read as data.
+"""DeepSpeed's checkpoint files, read as data, and what it means when one cannot be written.
 
 Invariant: loading a checkpoint runs no code from it. DeepSpeed writes with `torch.save` and reads with the full
 unpickler; here reading is restricted to tensors, plain containers and the three DeepSpeed classes that its optimizer
-state contains. Held by tests/unit/learner/test_checkpoint.py.
+state contains. A file that cannot be written (torch's writer tells a full disk as a RuntimeError about its archive) is a
+TemporaryError that names it. Held by tests/unit/learner/test_checkpoint.py.
 
 Written for deepspeed 0.19.8 (all devices). Can go when DeepSpeed reads with `weights_only=True`; a class that another
 version adds makes the load fail by name.
@@ -11,16 +12,18 @@ version adds makes the load fail by name.
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anabranch.schemas.errors import CheckpointError
+from anabranch.schemas.errors import CheckpointError, TemporaryError
 
 
-def read_as_data(engine: Any) -> None:
-    """Make `engine` (a DeepSpeedEngine) read checkpoints without running code from them."""
+def guard_files(engine: Any) -> None:
+    """Make `engine` (a DeepSpeedEngine) read checkpoints without running code from them, and fail to write with a
+    TemporaryError."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -38,4 +41,14 @@ def read_as_data(engine: Any) -> None:
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{Path(path).name} is not a DeepSpeed checkpoint file: {error}") from error
 
-    engine.checkpoint_engine.load = load
+    def save(state_dict: Any, path: str) -> None:
+        try:
+            torch.save(state_dict, path)
+        except (OSError, RuntimeError) as error:
+            free = shutil.disk_usage(Path(path).parent).free
+            raise TemporaryError(
+                f"{path} cannot be written ({str(error).splitlines()[0]}; {free:,} bytes are free): make room, then start the "
+                "learner again; it goes on from the checkpoint before"
+            ) from error
+
+    engine.checkpoint_engine.load, engine.checkpoint_engine.save = load, save

@@ -21,7 +21,7 @@ from anabranch.kernels.diagnostics import DiagnosticSums
 from anabranch.learner import deepspeed_shim, random_state
 from anabranch.learner.batch import TrainBatch
 from anabranch.learner.deepspeed_config import compute_dtype, deepspeed_json, uses_master_weights
-from anabranch.learner.deepspeed_files import read_as_data
+from anabranch.learner.deepspeed_files import guard_files
 from anabranch.learner.distribute import init_ranks
 from anabranch.learner.live_share import LiveShare
 from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
@@ -109,7 +109,7 @@ class LearnerEngine:
             self._engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=list(module.parameters()), config=settings
             )
-        read_as_data(self._engine)
+        guard_files(self._engine)
         self._clipper = None
         if learner.zero_stage == 0:
             self._clipper = _Clipper(self._engine.optimizer, learner.grad_clip)

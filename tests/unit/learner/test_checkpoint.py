@@ -8,8 +8,9 @@ import torch
 
 from anabranch.learner.checkpoint import MARKER, CheckpointStore, give_up_above
 from anabranch.learner.weights import tensor_bits
-from anabranch.schemas.errors import CheckpointError
+from anabranch.schemas.errors import CheckpointError, TemporaryError
 from anabranch.schemas.layout import Layout
+from tests.limits import file_size_limit
 from tests.unit.learner.conftest import make_batch
 
 
@@ -251,3 +252,18 @@ def test_not_all_checkpoints_can_be_given_up(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no complete checkpoint at or below step 9"):
         give_up_above(tmp_path / "check points", 9)
     assert names(tmp_path) == ["step-00000010"]
+
+
+def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(engine, tmp_path: Path):
+    """torch's archive writer makes a RuntimeError of it, which ended the learner as a bug (exit 70)."""
+    learner = engine()
+    checkpoints = store(tmp_path, layout_hash=learner.layout.hash)
+    learner.train_step(make_batch([0, 1]))
+    checkpoints.save(learner, {"at": 1})
+    learner.train_step(make_batch([2, 3]))
+    with pytest.raises(TemporaryError, match=r"\.pt cannot be written .* bytes are free"), file_size_limit(20_000):
+        checkpoints.save(learner, {"at": 2})
+    again = engine()
+    assert checkpoints.load_newest(again) == {"at": 1}
+    checkpoints.save(learner, {"at": 2})
+    assert checkpoints.load_newest(again) == {"at": 2}
