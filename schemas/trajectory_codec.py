@@ -67,7 +67,7 @@ def _columns_of(group: Group) -> list[pa.Array] | None:
         (prompt.dtype, tokens.dtype, logprobs.dtype) != _DTYPES
         or prompt.ndim != 1
         or _ends(r.logprobs for r in rows) != token_ends
-        or not _indices_are_sound(group.group_index, samples)
+        or not _indices_are_sound(group.group_index, group.attempt, samples)
         or not _tokens_are_sound(prompt, tokens, token_ends, logprobs, rewards)
         or not _spans_are_sound(span_ends, epochs, versions, starts, token_ends)
     ):
@@ -131,8 +131,8 @@ def _ascends(values: Sequence[int]) -> bool:
     return all(a < b for a, b in pairwise(values))
 
 
-def _indices_are_sound(group_index: int, samples: Sequence[int]) -> bool:
-    return group_index >= 0 and min(samples) >= 0
+def _indices_are_sound(group_index: int, attempt: int, samples: Sequence[int]) -> bool:
+    return group_index >= 0 and attempt >= 0 and min(samples) >= 0
 
 
 _LOWEST, _HIGHEST = np.minimum.reduce, np.maximum.reduce  # without the wrappers that `min` and `max` go through
@@ -208,7 +208,7 @@ def _group_of(plain: PlainBatch) -> Group | None:
         group_size < n
         or span_ends[0]
         or len(set(samples)) != n
-        or not _indices_are_sound(group_index, samples)
+        or not _indices_are_sound(group_index, attempt, samples)
         or not _tokens_are_sound(prompt, tokens, ends, logprobs, rewards)
         or not _spans_are_sound(span_ends, epochs, versions, starts, ends)
     ):  # fmt: skip

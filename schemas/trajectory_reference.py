@@ -113,8 +113,8 @@ def check_rollout(group: Group, rollout: Rollout) -> None:
     if tokens == 0 or len(group.prompt_token_ids) == 0:
         raise TrajectoryError(f"{where}: empty prompt or completion")
     lowest_id = min(int(np.min(group.prompt_token_ids)), int(np.min(rollout.token_ids)))
-    if min(lowest_id, group.group_index, rollout.sample_index) < 0:
-        raise TrajectoryError(f"{where}: a negative token id or index")
+    if min(lowest_id, group.group_index, group.attempt, rollout.sample_index) < 0:
+        raise TrajectoryError(f"{where}: a negative token id, index or attempt")
     if len(rollout.logprobs) != tokens:
         raise TrajectoryError(f"{where}: {tokens} tokens but {len(rollout.logprobs)} log-probs")
     if not np.isfinite(rollout.logprobs).all() or (np.asarray(rollout.logprobs) > 1e-3).any():

@@ -132,6 +132,16 @@ def test_an_entry_of_two_different_groups_is_refused(name: str, values: list[obj
         decode_group(write(mixed))
 
 
+@pytest.mark.parametrize("name", ["attempt", "group_index"])
+def test_a_negative_number_of_the_group_is_refused_on_both_sides(name: str) -> None:
+    """The learner keeps it in its fate log, which has no such: it must not die of it."""
+    with pytest.raises(TrajectoryError, match="negative"):
+        encode_group(replace(group(), **{name: -1}))
+    negative = with_column(good_batch(), name, pa.array([-1, -1], SCHEMA.field(name).type))
+    with pytest.raises(TrajectoryError, match="negative"):
+        decode_group(write(negative))
+
+
 def test_a_repeated_sample_index_is_refused() -> None:
     twice = with_column(good_batch(), "sample_index", pa.array([1, 1], pa.int32()))
     with pytest.raises(TrajectoryError, match="repeats a sample"):
