@@ -1,4 +1,4 @@
-"""`anabranch dead-letter show`: all that can be read of one dead letter.
+"""The `show` of `anabranch dead-letter`: all that can be read of one dead letter.
 
 Invariant: nothing of an entry is trusted: each part is shown with the verdict of the check that readers make, a part that
 cannot be read never hides another, and bytes reach the terminal only escaped (deploy/plain_text.py). Held by

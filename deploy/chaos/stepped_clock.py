@@ -1,4 +1,4 @@
-"""Runs `anabranch WORDS` with a wall clock that somebody else can step: time.time() plus what a file says, in nanoseconds.
+"""Runs the command line with a wall clock that somebody else can step: time.time() plus what a file says, in nanoseconds.
 
     python -I -m anabranch.deploy.chaos.stepped_clock FILE WORDS...
 
