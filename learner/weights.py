@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anabranch.learner.conversions import checkpoint_names, revert
 from anabranch.learner.live_share import SIGNED, TORCH, LiveShare
-from anabranch.schemas.errors import ConfigError
+from anabranch.schemas.errors import ConfigError, TemporaryError
 from anabranch.schemas.layout import Layout
 
 # torch dtype -> (layout dtype, the unsigned integer of the same width in torch and NumPy)
@@ -85,7 +85,8 @@ def tensor_bits(tensor: Tensor) -> NDArray[Any]:
 
 def export_hf(directory: Path, layout: Layout, bits: dict[str, NDArray[Any]], *, source: Path) -> None:
     """Write a Hugging Face folder: configuration and tokenizer from `source`, weights from `bits` (as `PublishedWeights.
-    bits` gives them), one safetensors file."""
+    bits` gives them), one safetensors file. Raises OSError, and TemporaryError: the disk does not take the weights."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)
@@ -103,7 +104,11 @@ def export_hf(directory: Path, layout: Layout, bits: dict[str, NDArray[Any]], *,
     dtypes = {str(t.dtype).removeprefix("torch.") for t in tensors.values()}
     config["dtype"] = dtypes.pop() if len(dtypes) == 1 else config.get("dtype", "float32")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    target = directory / "model.safetensors"
+    try:
+        save_file(tensors, target, metadata={"format": "pt"})
+    except SafetensorError as error:  # what it makes of an OSError
+        raise TemporaryError(f"{target} cannot be written ({error}): make room and start again") from error
 
 
 def _layout_dtype(name: str, dtype: torch.dtype) -> str:

@@ -7,6 +7,8 @@ from safetensors.torch import load_file
 
 from anabranch.learner.policy import load_model
 from anabranch.learner.weights import PublishedWeights, export_hf
+from anabranch.schemas.errors import TemporaryError
+from tests.limits import file_size_limit
 
 
 @pytest.mark.parametrize("which", ["model_dir", "untied_model_dir", "moe_dir"])
@@ -58,3 +60,9 @@ def test_an_exported_folder_loads_and_says_the_same(which, request, tmp_path: Pa
     again = load_model(tmp_path / "out", torch.float32)
     assert again.config.dtype == torch.float32
     assert torch.equal(again(input_ids=ids).logits, lm(input_ids=ids).logits)
+
+
+def test_a_full_disk_is_named_not_taken_for_a_bug(model_dir: Path, tmp_path: Path):
+    published = PublishedWeights(load_model(model_dir, torch.float32))
+    with pytest.raises(TemporaryError, match=r"model\.safetensors cannot be written"), file_size_limit(20_000):
+        export_hf(tmp_path / "out", published.layout, published.bits(), source=model_dir)
