@@ -72,6 +72,5 @@ class Opener:
     def _check(self, group: Group, group_index: int) -> None:
         if (group.run, group.group_index) != (self._run, group_index):
             raise TrajectoryError(f"payload is of run {group.run!r}, group {group.group_index}")
-        highest = max(int(ids.max()) for ids in (group.prompt_token_ids, *(r.token_ids for r in group.rollouts)))
-        if self._vocabulary is not None and highest >= self._vocabulary:
+        if self._vocabulary is not None and (highest := group.highest_token_id) >= self._vocabulary:
             raise TrajectoryError(f"token id {highest} is beyond the model's vocabulary of {self._vocabulary}")

@@ -25,13 +25,12 @@ class Verdict(enum.Enum):
 
 def group_age(arrival: Arrival, now: PolicyVersion, forks: Forks) -> int:
     """Age of the oldest token of the group."""
-    policies = {span.policy for rollout in arrival.group.rollouts for span in rollout.spans}
-    return max(policy_age(policy, now, forks) for policy in policies)
+    return max(policy_age(policy, now, forks) for policy in arrival.group.policies)
 
 
 def claims_the_future(arrival: Arrival, now: PolicyVersion) -> bool:
     """Whether a token claims a policy beyond `now`: no such weights exist."""
-    return any(span.policy > now for rollout in arrival.group.rollouts for span in rollout.spans)
+    return any(policy > now for policy in arrival.group.policies)
 
 
 class TrainedSet:

@@ -40,5 +40,4 @@ def rollout_ages(rollout: Rollout, now: PolicyVersion, forks: Forks) -> NDArray[
 def queue_age(group: Group, now: PolicyVersion, forks: Forks) -> int:
     """Age of the newest policy that worked on `group`: the part of its tokens' age that was gained *in the queue*,
     between the group's last token and training. The rest of a token's age was gained *in flight*."""
-    newest = max(span.policy for rollout in group.rollouts for span in rollout.spans)
-    return checked_age(newest, now, forks)
+    return checked_age(max(group.policies), now, forks)

@@ -84,7 +84,7 @@ def build_batch(groups: Sequence[Group], *, now: PolicyVersion, forks: Forks, ma
     if not ordered or len(set(indices)) != len(indices):
         raise TrajectoryError(f"a batch needs distinct groups; got indices {indices}")
     for group in ordered:
-        oldest = max(checked_age(s.policy, now, forks) for r in group.rollouts for s in r.spans)
+        oldest = max(checked_age(policy, now, forks) for policy in group.policies)
         if oldest > max_age:
             raise AnabranchError(f"group {group.group_index} has age {oldest} at {now}; the bound is {max_age}")
     rows = [

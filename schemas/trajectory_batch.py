@@ -6,26 +6,12 @@ and without a null at any depth; its buffers are the payload's. Held by tests/un
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from operator import itemgetter
-
 import numpy as np
 import pyarrow as pa
 
 from anabranch.schemas.errors import SchemaVersionError, TrajectoryError
+from anabranch.schemas.trajectory_frame import SCHEMA_MESSAGE, find_frame
 from anabranch.schemas.trajectory_schema import SCHEMA, SCHEMA_MAJOR, VERSION_KEY
-
-SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()  # an IPC stream: this, a message per batch, and the end mark
-END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-
-
-@dataclass(frozen=True, slots=True)
-class PlainBatch:
-    """A batch as our own writer leaves it. `buffers`: of all columns in the order of `SCHEMA`, children behind their parents,
-    each beginning with its validity, which is None here; rows begin at the first element of each."""
-
-    batch: pa.RecordBatch
-    buffers: list[pa.Buffer]
 
 
 def read_batch(payload: bytes | memoryview) -> pa.RecordBatch:
@@ -35,49 +21,23 @@ def read_batch(payload: bytes | memoryview) -> pa.RecordBatch:
         SchemaVersionError: another major version.
         TrajectoryError: not an Arrow stream of exactly one batch with the columns of `SCHEMA`.
     """
-    plain = read_plain(payload)
-    return plain.batch if plain else _read_any(payload)
+    return _read_framed(payload) or read_any(payload)
 
 
-def read_plain(payload: bytes | memoryview) -> PlainBatch | None:
-    """The batch if it is one that our own writer of this version could have left; None for all others, good or bad."""
-    head = len(SCHEMA_MESSAGE)
-    if payload[:head] != SCHEMA_MESSAGE:
+def _read_framed(payload: bytes | memoryview) -> pa.RecordBatch | None:
+    """The quick way for what our own writer left; None for all others, good or bad. There is no validity in a frame, hence no null."""
+    if find_frame(payload) is None:
         return None
-    whole = pa.py_buffer(payload)
     try:
-        batch = pa.ipc.read_record_batch(whole.slice(head), SCHEMA)
+        batch = pa.ipc.read_record_batch(pa.py_buffer(payload).slice(len(SCHEMA_MESSAGE)), SCHEMA)
         batch.validate(full=True)
-    except (pa.ArrowException, EOFError, OSError):
+    except (pa.ArrowException, OSError):
         return None
-    buffers = batch.to_struct_array().buffers()
-    if batch.num_rows == 0 or any(_validity_of(buffers)):  # an empty one marks nothing
-        return None
-    last = buffers[-1]
-    behind = -(-(last.address + last.size - whole.address) // 8) * 8  # a body is padded to 8 bytes
-    if payload[behind:] != END_OF_STREAM:  # or there is more than this batch
-        return None
-    return PlainBatch(batch, buffers)
+    return batch
 
 
-def _validity_buffers(kind: pa.DataType, at: int) -> tuple[list[int], int]:
-    """Where among the buffers of an array of type `kind`, the first of which is at `at`, validity stands; and one past the last."""
-    if pa.types.is_struct(kind):
-        found, end = [at], at + 1
-        for field in kind:
-            inner, end = _validity_buffers(field.type, end)
-            found += inner
-        return found, end
-    if pa.types.is_list(kind):
-        inner, end = _validity_buffers(kind.value_type, at + 2)
-        return [at, *inner], end
-    return [at], at + (3 if pa.types.is_string(kind) else 2)
-
-
-_validity_of = itemgetter(*_validity_buffers(pa.struct(list(SCHEMA)), 0)[0])
-
-
-def _read_any(payload: bytes | memoryview) -> pa.RecordBatch:
+def read_any(payload: bytes | memoryview) -> pa.RecordBatch:
+    """As `read_batch`, by Arrow's own reader of streams."""
     try:
         with pa.ipc.open_stream(pa.py_buffer(payload)) as reader:
             version = (reader.schema.metadata or {}).get(VERSION_KEY, b"none").decode("ascii", "replace")

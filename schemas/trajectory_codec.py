@@ -7,7 +7,6 @@ reference, which judges it. Held by tests/property/test_trajectory_codec.py.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -19,9 +18,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from anabranch.schemas.trajectory_batch import END_OF_STREAM, SCHEMA_MESSAGE, PlainBatch, read_batch, read_plain
+from anabranch.schemas.trajectory_batch import read_batch
+from anabranch.schemas.trajectory_columns import Columns
+from anabranch.schemas.trajectory_frame import END_OF_STREAM, SCHEMA_MESSAGE, Frame, find_frame
 from anabranch.schemas.trajectory_reference import encode_slowly, group_of_batch
-from anabranch.schemas.trajectory_schema import SCHEMA, SPAN, Group, Rollout
+from anabranch.schemas.trajectory_schema import SCHEMA, SPAN, Group, LaterRollouts, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
 _INT32, _INT64, _FLOAT, _DOUBLE = pa.int32(), pa.int64(), pa.float32(), pa.float64()
@@ -46,8 +47,8 @@ def decode_group(payload: bytes | memoryview) -> Group:
     Raises:
         SchemaVersionError, TrajectoryError: as `read_batch`, or a rollout that is not well formed.
     """
-    plain = read_plain(payload)
-    return (plain and _group_of(plain)) or group_of_batch(plain.batch if plain else read_batch(payload))
+    frame = find_frame(payload)
+    return (frame and _group_of(payload, frame)) or group_of_batch(read_batch(payload))
 
 
 def _columns_of(group: Group) -> list[pa.Array] | None:
@@ -68,7 +69,7 @@ def _columns_of(group: Group) -> list[pa.Array] | None:
         or prompt.ndim != 1
         or _ends(r.logprobs for r in rows) != token_ends
         or not _indices_are_sound(group.group_index, group.attempt, samples)
-        or not _tokens_are_sound(prompt, tokens, token_ends, logprobs, rewards)
+        or _highest_if_sound(prompt, tokens, token_ends, logprobs, rewards) is None
         or not _spans_are_sound(span_ends, epochs, versions, starts, token_ends)
     ):
         return None
@@ -135,27 +136,25 @@ def _indices_are_sound(group_index: int, attempt: int, samples: Sequence[int]) -
     return group_index >= 0 and attempt >= 0 and min(samples) >= 0
 
 
+_MOST = 1e-3  # a log-prob above 0 by no more is rounding
 _LOWEST, _HIGHEST = np.minimum.reduce, np.maximum.reduce  # without the wrappers that `min` and `max` go through
 
 
-def _tokens_are_sound(
+def _highest_if_sound(
     prompt: NDArray[np.int32],
     tokens: NDArray[np.int32],
     ends: Sequence[int],
     logprobs: NDArray[np.float32],
     rewards: Sequence[float],
-) -> bool:
-    """A NaN is what lowest and highest are if there is one, and fails every comparison."""
-    return bool(
-        len(prompt)
-        and tokens.ndim == logprobs.ndim == 1
-        and _ascends(ends)
-        and _LOWEST(prompt) >= 0
-        and _LOWEST(tokens) >= 0
-        and _HIGHEST(logprobs) <= 1e-3
-        and _LOWEST(logprobs) > -inf
-        and all(map(isfinite, rewards))
-    )
+) -> int | None:
+    """The highest token id if all are sound. A NaN is what lowest and highest are if there is one, and fails every comparison."""
+    if not len(prompt) or tokens.ndim != 1 or logprobs.ndim != 1 or not _ascends(ends):
+        return None
+    # As unsigned a negative one is higher than all others.
+    highest = max(int(_HIGHEST(prompt.view(np.uint32))), int(_HIGHEST(tokens.view(np.uint32))))
+    if highest < 2**31 and _HIGHEST(logprobs) <= _MOST and _LOWEST(logprobs) > -inf and all(map(isfinite, rewards)):
+        return highest
+    return None
 
 
 def _spans_are_sound(
@@ -175,106 +174,55 @@ def _spans_are_sound(
     return ordered and min(epochs) >= 0 and min(versions) >= 0
 
 
-def _group_of(plain: PlainBatch) -> Group | None:
-    """The group in `plain` if it is plainly well formed; None for any other."""
-    n, buffers = plain.batch.num_rows, plain.buffers
-    at = _BUFFERS
-    samples = _numbers("i", n, buffers[at["sample_index"]])
-    rewards = _numbers("d", n, buffers[at["reward"]])
-    group_index = _constant_number("q", n, buffers[at["group_index"]])
-    attempt = _constant_number("i", n, buffers[at["attempt"]])
-    group_size = _constant_number("i", n, buffers[at["group_size"]])
-    run = _constant_text(n, buffers, at["run"])
-    region = _constant_text(n, buffers, at["region"])
-    producer = _constant_text(n, buffers, at["producer"])
-    prompt_text = _constant_text(n, buffers, at["prompt_text"])
-    answer = _constant_text(n, buffers, at["answer"])
-    prompt = _constant_list(n, buffers, at["prompt_token_ids"])
-    if group_index is None or attempt is None or group_size is None or prompt is None:
+def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
+    """The group in `payload` if it is plainly well formed; None for any other. All is judged here; the rollouts are made later."""
+    column = Columns(payload, frame)
+    n = column.rows
+    samples, rewards = column.numbers("sample_index", "i"), column.numbers("reward", "d")
+    group_index, attempt = column.same_number("group_index", "q"), column.same_number("attempt", "i")
+    group_size = column.same_number("group_size", "i")
+    run, region, producer = column.same_name("run"), column.same_name("region"), column.same_name("producer")
+    prompt_text, answer = column.same_text("prompt_text"), column.same_text("answer")
+    prompt = column.same_list("prompt_token_ids", np.int32)
+    token_ends, span_ends = column.ends("token_ids"), column.ends("version_spans")
+    reasons, texts = column.names("finish_reason"), column.texts("text")
+    if (
+        group_index is None
+        or attempt is None
+        or group_size is None
+        or run is None
+        or region is None
+        or producer is None
+    ):
         return None
-    if run is None or region is None or producer is None or prompt_text is None or answer is None:
+    if prompt_text is None or answer is None or prompt is None or reasons is None or texts is None:
         return None
-    ends = _numbers("i", n + 1, buffers[at["token_ids"]])
-    if ends[0] or not _ascends(ends) or _numbers("i", n + 1, buffers[at["logprobs"]]) != ends:
-        return None  # else there are as many values as the offsets say
-    tokens = np.frombuffer(buffers[at["token_ids"] + 2], np.int32, ends[-1])
-    logprobs = np.frombuffer(buffers[at["logprobs"] + 2], np.float32, ends[-1])
-    span_ends = _numbers("i", n + 1, buffers[at["version_spans"]])
-    # behind the offsets: validity of the structs, then validity and values of each field
-    epochs = _numbers("i", span_ends[-1], buffers[at["version_spans"] + 3])
-    versions = _numbers("q", span_ends[-1], buffers[at["version_spans"] + 5])
-    starts = _numbers("i", span_ends[-1], buffers[at["version_spans"] + 7])
+    if token_ends is None or span_ends is None or column.ends("logprobs") != token_ends:
+        return None
+    tokens, logprobs = column.values("token_ids", np.int32), column.values("logprobs", np.float32)
+    epochs, versions, starts = column.spans()
     if (
         group_size < n
-        or span_ends[0]
         or len(set(samples)) != n
         or not _indices_are_sound(group_index, attempt, samples)
-        or not _tokens_are_sound(prompt, tokens, ends, logprobs, rewards)
-        or not _spans_are_sound(span_ends, epochs, versions, starts, ends)
-    ):  # fmt: skip
+        or (highest := _highest_if_sound(prompt, tokens, token_ends, logprobs, rewards)) is None
+        or not _spans_are_sound(span_ends, epochs, versions, starts, token_ends)
+    ):
         return None
-    made = {
-        key: VersionSpan(PolicyVersion(*key[:2]), key[2]) for key in set(zip(epochs, versions, starts, strict=True))
-    }
-    spans = [made[key] for key in zip(epochs, versions, starts, strict=True)]
-    rows = zip(
-        samples, pairwise(ends), pairwise(span_ends), rewards, _texts_in(n, buffers, at["finish_reason"]),
-        _texts_in(n, buffers, at["text"]), _numbers("q", n, buffers[at["started_ms"]]),
-        _numbers("q", n, buffers[at["finished_ms"]]), strict=True,
-    )  # fmt: skip
-    rollouts = tuple(
-        Rollout(sample, tokens[a:b], logprobs[a:b], tuple(spans[c:d]), reward, reason, text, started, finished)
-        for sample, (a, b), (c, d), reward, reason, text, started, finished in rows
-    )
-    return Group(run, region, producer, group_index, attempt, prompt, prompt_text, answer, rollouts, group_size)
 
+    def rollouts() -> tuple[Rollout, ...]:
+        keys = list(zip(epochs, versions, starts, strict=True))
+        made = {key: VersionSpan(PolicyVersion(*key[:2]), key[2]) for key in set(keys)}
+        spans = [made[key] for key in keys]
+        rows = zip(
+            samples, pairwise(token_ends), pairwise(span_ends), rewards, reasons, texts.cut(),
+            column.numbers("started_ms", "q"), column.numbers("finished_ms", "q"), strict=True,
+        )  # fmt: skip
+        return tuple(
+            Rollout(sample, tokens[a:b], logprobs[a:b], tuple(spans[c:d]), reward, reason, text, started, finished)
+            for sample, (a, b), (c, d), reward, reason, text, started, finished in rows
+        )
 
-def _numbers(code: str, count: int, buffer: pa.Buffer | bytes) -> tuple[Any, ...]:
-    return struct.unpack_from(f"<{count}{code}", buffer) if count else ()
-
-
-def _constant_number(code: str, n: int, buffer: pa.Buffer) -> int | None:
-    values = _numbers(code, n, buffer)
-    return values[0] if values.count(values[0]) == n else None
-
-
-def _texts_in(n: int, buffers: Sequence[pa.Buffer], at: int) -> Sequence[str]:
-    offsets, held = buffers[at], memoryview(buffers[at + 1] or b"")
-    if len(held) <= _NAMES_BYTES:
-        return _names_in(n, bytes(offsets), bytes(held))
-    return [str(held[a:b], "utf-8") for a, b in pairwise(_numbers("i", n + 1, offsets))]
-
-
-_NAMES_BYTES = 1024
-
-
-@lru_cache(maxsize=256)
-def _names_in(n: int, offsets: bytes, data: bytes) -> Sequence[str]:
-    """For columns that hardly change from group to group."""
-    return [data[a:b].decode() for a, b in pairwise(_numbers("i", n + 1, offsets))]
-
-
-def _constant_text(n: int, buffers: Sequence[pa.Buffer], at: int) -> str | None:
-    texts = _texts_in(n, buffers, at)
-    return texts[0] if texts.count(texts[0]) == n else None
-
-
-def _constant_list(n: int, buffers: Sequence[pa.Buffer], at: int) -> NDArray[np.int32] | None:
-    ends, data = _numbers("i", n + 1, buffers[at]), buffers[at + 2]
-    length = ends[1] - ends[0]
-    if data is None or ends != tuple(range(0, n * length + 1, max(1, length))):
-        return None
-    held, size = bytes(data), 4 * length
-    return np.frombuffer(data, np.int32, length) if held[: n * size] == held[:size] * n else None
-
-
-def _first_buffers() -> dict[str, int]:
-    """For each column the place, among the buffers of `PlainBatch`, of the first behind its validity."""
-    places, at = {}, 1
-    for field in SCHEMA:
-        places[field.name] = at + 1
-        at += len(pa.array([], field.type).buffers())
-    return places
-
-
-_BUFFERS = _first_buffers()
+    policies = frozenset(PolicyVersion(*key) for key in set(zip(epochs, versions, strict=True)))
+    later = LaterRollouts(n, rollouts, highest, policies)
+    return Group(run, region, producer, group_index, attempt, prompt, prompt_text, answer, later, group_size)

@@ -6,13 +6,15 @@ some. Held by tests/golden/test_golden.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from anabranch.schemas.versions import VersionSpan
+from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
 SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 1
@@ -61,6 +63,55 @@ class Rollout:
     finished_ms: int
 
 
+class LaterRollouts(Sequence[Rollout]):
+    """Rollouts of a group whose columns were judged good: `count` of them, which `make` makes when somebody first asks for one.
+
+    What a reader wants to know of every group (`highest_token_id` of the completions and the prompt, `policies`) is known
+    without them. As immutable as the tuple that it compares equal to; two threads that ask at the same time may get
+    different objects of the same content.
+    """
+
+    __slots__ = ("_count", "_held", "highest_token_id", "policies")
+
+    def __init__(
+        self,
+        count: int,
+        make: Callable[[], tuple[Rollout, ...]],
+        highest_token_id: int,
+        policies: frozenset[PolicyVersion],
+    ) -> None:
+        self._count, self.highest_token_id, self.policies = count, highest_token_id, policies
+        self._held: tuple[Rollout, ...] | Callable[[], tuple[Rollout, ...]] = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Rollout, ...]: ...
+    def __getitem__(self, at: int | slice) -> Rollout | tuple[Rollout, ...]:
+        return self._all()[at]
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return self._all() == tuple(other) if isinstance(other, tuple | LaterRollouts) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def _all(self) -> tuple[Rollout, ...]:
+        held = self._held  # once: another thread may be putting the tuple there
+        if not isinstance(held, tuple):
+            self._held = held = held()
+        return held
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rollouts of one prompt. `prompt_token_ids` int32 [P].
@@ -77,7 +128,7 @@ class Group:
     prompt_token_ids: NDArray[np.int32]
     prompt_text: str
     answer: str
-    rollouts: tuple[Rollout, ...] = field(default_factory=tuple)
+    rollouts: Sequence[Rollout] = ()  # immutable
     group_size: int = 0
 
     def __post_init__(self) -> None:
@@ -87,6 +138,20 @@ class Group:
     @property
     def partial(self) -> bool:
         return len(self.rollouts) < self.group_size
+
+    @property
+    def highest_token_id(self) -> int:
+        """Of the prompt and all completions."""
+        if isinstance(self.rollouts, LaterRollouts):
+            return self.rollouts.highest_token_id
+        return max(int(ids.max()) for ids in (self.prompt_token_ids, *(r.token_ids for r in self.rollouts)))
+
+    @property
+    def policies(self) -> frozenset[PolicyVersion]:
+        """Those that sampled its tokens."""
+        if isinstance(self.rollouts, LaterRollouts):
+            return self.rollouts.policies
+        return frozenset(span.policy for rollout in self.rollouts for span in rollout.spans)
 
     @property
     def rewards(self) -> NDArray[np.float64]:

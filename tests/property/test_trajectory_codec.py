@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from anabranch.schemas import trajectory_codec
 from anabranch.schemas.errors import TrajectoryError
 from anabranch.schemas.trajectory import SCHEMA, Group, decode_group, encode_group, read_batch
-from anabranch.schemas.trajectory_batch import PlainBatch, read_plain
+from anabranch.schemas.trajectory_batch import read_any
+from anabranch.schemas.trajectory_frame import BODY, PLACES, find_frame
 from anabranch.schemas.trajectory_reference import columns_of, encode_slowly, group_of_batch
+from anabranch.schemas.trajectory_schema import LaterRollouts, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 from tests.groups import fields_of, group, groups, rollout
 
@@ -41,16 +44,17 @@ def written(columns: list[pa.Array]) -> bytes:
 def test_a_good_group_is_written_and_read_as_by_the_reference(good: Group) -> None:
     payload = encode_group(good)
     assert payload == encode_slowly(good)
-    assert fields_of(decode_group(payload)) == fields_of(group_of_batch(read_batch(payload))) == fields_of(good)
+    assert fields_of(decode_group(payload)) == fields_of(group_of_batch(read_any(payload))) == fields_of(good)
 
 
 @given(groups())
 def test_a_good_group_never_needs_the_reference(good: Group) -> None:
     """Else the test above would compare the reference with itself."""
     assert trajectory_codec._columns_of(good) is not None
-    plain = read_plain(encode_slowly(good))
-    assert plain is not None
-    assert trajectory_codec._group_of(plain) is not None
+    payload = encode_slowly(good)
+    frame = find_frame(payload)
+    assert frame is not None
+    assert trajectory_codec._group_of(payload, frame) is not None
 
 
 @given(groups(), st.data())
@@ -60,22 +64,50 @@ def test_rows_of_a_larger_batch_are_read_as_by_the_reference(good: Group, data: 
     payload = written(part.columns)
     assert (
         fields_of(decode_group(payload))
-        == fields_of(group_of_batch(read_batch(payload)))
+        == fields_of(group_of_batch(read_any(payload)))
         == fields_of(group_of_batch(part))
     )
 
 
-@pytest.mark.parametrize("name", ["prompt_token_ids", "token_ids", "logprobs", "version_spans"])
-def test_offsets_that_do_not_begin_at_0_are_left_to_the_reference(name: str) -> None:
-    """Arrow allows them; another writer may leave them."""
-    columns = columns_of(group(3))
-    at = SCHEMA.names.index(name)
-    column = columns[at]
-    values = pa.concat_arrays([column.values[:1], column.values])
-    columns[at] = pa.ListArray.from_arrays(pa.array([o + 1 for o in column.offsets.to_pylist()], pa.int32()), values)
-    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
-    assert trajectory_codec._group_of(PlainBatch(batch, batch.to_struct_array().buffers())) is None
-    assert fields_of(group_of_batch(batch)) == fields_of(group(3))
+@given(groups())
+def test_what_is_known_without_the_rollouts_is_what_they_say(good: Group) -> None:
+    decoded = decode_group(encode_group(good))
+    assert isinstance(decoded.rollouts, LaterRollouts)
+    assert decoded.highest_token_id == good.highest_token_id
+    assert decoded.policies == good.policies
+    assert len(decoded.rollouts) == len(good.rollouts)
+
+
+def test_rollouts_are_made_once_and_when_asked_for() -> None:
+    made: list[tuple[Rollout, ...]] = []
+
+    def make() -> tuple[Rollout, ...]:
+        made.append(tuple(rollout(s) for s in range(3)))
+        return made[-1]
+
+    later = LaterRollouts(3, make, 2, frozenset())
+    assert (len(later), made) == (3, [])
+    assert list(later) == list(made[0])
+    assert later[1] is made[0][1]
+    assert later[1:] == made[0][1:]
+    assert later == made[0]
+    assert made[0] == later
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("name", ["prompt_token_ids", "token_ids", "logprobs", "version_spans", "text", "answer"])
+@pytest.mark.parametrize(
+    ("row", "add"), [(0, 1), (0, -1), (1, 1), (1, -1), (1, -(2**20)), (-1, -1), (-1, 1), (-1, 2**20)]
+)
+def test_offsets_of_another_writer_are_judged_as_by_the_reference(name: str, row: int, add: int) -> None:
+    """Arrow allows those that do not begin at 0, or do not end with the values; what they make of the rows is the reference's."""
+    payload = bytearray(encode_group(group(3)))
+    frame = find_frame(payload)
+    assert frame is not None
+    at = BODY + frame.starts[PLACES[name].buffer] + 4 * (row % 3)
+    (offset,) = struct.unpack_from("<i", payload, at)
+    struct.pack_into("<i", payload, at, offset + add)
+    assert outcome(lambda: decode_group(bytes(payload))) == outcome(lambda: group_of_batch(read_any(bytes(payload))))
 
 
 @pytest.mark.parametrize("behind", [b"", b"\0" * 8, b"\xff\xff\xff\xff\0\0\0\0" * 2])
@@ -122,7 +154,7 @@ def test_what_is_wrong_is_said_in_the_same_words(odd: Group) -> None:
     assert outcome(lambda: encode_group(odd)) == outcome(lambda: encode_slowly(odd))
     if odd.rollouts:
         payload = written(columns_of(odd))  # as a producer that checks nothing would
-        assert outcome(lambda: decode_group(payload)) == outcome(lambda: group_of_batch(read_batch(payload)))
+        assert outcome(lambda: decode_group(payload)) == outcome(lambda: group_of_batch(read_any(payload)))
 
 
 @given(groups(), groups(), st.sampled_from(SCHEMA.names), st.data())
@@ -136,7 +168,7 @@ def test_rows_of_two_groups_are_refused_in_the_same_words(
     values[row] = columns_of(two)[at].to_pylist()[0]
     columns[at] = pa.array(values, SCHEMA.field(at).type)
     payload = written(columns)
-    assert outcome(lambda: decode_group(payload)) == outcome(lambda: group_of_batch(read_batch(payload)))
+    assert outcome(lambda: decode_group(payload)) == outcome(lambda: group_of_batch(read_any(payload)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""The bytes between which our own writer puts the columns of a batch: Arrow's IPC stream, as far as it depends on lengths alone.
+
+Invariant: `find_frame` takes a payload only if all of it but the columns' own bytes is what `pyarrow` of this version writes
+for columns of those lengths, so that there is nothing in it for a parser to judge; any other payload, good or bad, is
+Arrow's. Held by tests/property/test_trajectory_codec.py and tests/property/test_trajectory_fuzz.py.
+
+Lengths are counted by *sizes*: [1, rows, then for every list of the schema how many values all of its rows hold, and for every
+string column how many bytes]. The length of each buffer is linear in them.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from anabranch.schemas.trajectory_schema import SCHEMA
+
+SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()  # an IPC stream: this, a message per batch, and the end mark
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+_ONE, _ROWS = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a column, or of the values of a list. `buffer`: the first one behind its validity, which is always empty: values, or the
+    offsets of a list or string, whose data are next. `size`: of how many values or bytes those data are."""
+
+    buffer: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """`starts`: where in the body (the payload from `BODY` on) each buffer begins, children behind their parents. `sizes`: see
+    above."""
+
+    starts: list[int]
+    sizes: list[int]
+
+    @property
+    def rows(self) -> int:
+        return self.sizes[_ROWS]
+
+
+class _Walk:
+    """Visits the nodes and buffers of the schema in Arrow's order."""
+
+    def __init__(self) -> None:
+        self.nodes: list[int] = []  # the size that is each one's length
+        self.buffers: list[dict[int, int]] = []  # size -> bytes per one of it
+        self.read_at: list[tuple[str, int]] = []  # sizes from the third on: the node or buffer that tells it
+        self.places = {}
+        for field in SCHEMA:
+            self.places[field.name] = self._visit(field.type, _ROWS)
+
+    def _visit(self, kind: pa.DataType, length: int) -> Place:
+        self.nodes.append(length)
+        self.buffers.append({})
+        at, size = len(self.buffers), length
+        if pa.types.is_struct(kind):
+            for field in kind:
+                self._visit(field.type, length)
+        elif pa.types.is_list(kind):
+            self.buffers.append({_ONE: 4, length: 4})
+            size = self._count("node", len(self.nodes))
+            self._visit(kind.value_type, size)
+        elif pa.types.is_string(kind):
+            self.buffers.append({_ONE: 4, length: 4})
+            size = self._count("buffer", len(self.buffers))
+            self.buffers.append({size: 1})
+        else:
+            self.buffers.append({length: kind.bit_width // 8})
+        return Place(at, size)
+
+    def _count(self, where: str, at: int) -> int:
+        self.read_at.append((where, at))
+        return 1 + len(self.read_at)
+
+
+class _Message:
+    """Where in a batch's message, in words of 8 bytes, the numbers stand that depend on lengths.
+
+    Its flatbuffer (Message.fbs of Arrow): a Message has header (2) and bodyLength (3), a RecordBatch length (0), nodes (1:
+    length, null count each) and buffers (2: offset, length each).
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        message = self._follow(8)  # behind the mark and the message's own length
+        batch = self._follow(self._field(message, 2))
+        self.body = self._field(message, 3) // 8
+        self.rows = self._field(batch, 0) // 8
+        self.nodes = (self._follow(self._field(batch, 1)) + 4) // 8
+        self.buffers = (self._follow(self._field(batch, 2)) + 4) // 8
+
+    def _follow(self, at: int) -> int:
+        (offset,) = struct.unpack_from("<I", self._data, at)
+        return at + int(offset)
+
+    def _field(self, table: int, number: int) -> int:
+        (back,) = struct.unpack_from("<i", self._data, table)
+        (offset,) = struct.unpack_from("<H", self._data, table - back + 4 + 2 * number)
+        return table + int(offset)
+
+
+def _sample_message() -> bytes:
+    """The message of a batch with one row, without its body."""
+    columns = [
+        pa.array([[] if pa.types.is_list(f.type) else "" if pa.types.is_string(f.type) else 0], f.type) for f in SCHEMA
+    ]
+    message = pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize().to_pybytes()
+    (length,) = struct.unpack_from("<i", message, 4)
+    return bytes(message[: 8 + length])
+
+
+_WALK = _Walk()
+PLACES = _WALK.places
+_SAMPLE = _sample_message()
+_AT = _Message(_SAMPLE)
+_NODES, _BUFFERS = len(_WALK.nodes), len(_WALK.buffers)
+_OFFSETS = slice(_AT.buffers, _AT.buffers + 2 * _BUFFERS, 2)
+_LENGTHS = slice(_AT.buffers + 1, _AT.buffers + 1 + 2 * _BUFFERS, 2)
+_HEAD, BODY = len(SCHEMA_MESSAGE), len(SCHEMA_MESSAGE) + len(_SAMPLE)
+# The words that tell the sizes, and what all words are by them: those that lengths do not change, each row and node and buffer
+# times the sizes; offsets and the body's length are left to be put in.
+_TOLD_AT = np.array(
+    [_AT.rows, *((_AT.nodes if where == "node" else _AT.buffers + 1) + 2 * at for where, at in _WALK.read_at)]
+)
+_ALWAYS = np.frombuffer(_SAMPLE, np.int64).copy()
+_BY_SIZES = np.zeros((len(_ALWAYS), len(_TOLD_AT)))
+for _at, _by in [
+    (_AT.rows, {_ROWS: 1}),
+    *((_AT.nodes + 2 * i, {size: 1}) for i, size in enumerate(_WALK.nodes)),
+    *((_AT.buffers + 1 + 2 * i, by) for i, by in enumerate(_WALK.buffers)),
+]:
+    _ALWAYS[_at] = _by.get(_ONE, 0)
+    for _size, _each in _by.items():
+        if _size != _ONE:
+            _BY_SIZES[_at, _size - 1] = _each
+
+
+def frame_of(told: NDArray[np.int64]) -> tuple[bytes, list[int], int]:
+    """The message of a batch of such sizes (all but the first), without its body; where in the body each buffer begins; and the
+    body's length."""
+    words: NDArray[np.int64] = _ALWAYS + (_BY_SIZES @ told).astype(
+        np.int64
+    )  # as doubles: quicker, and exact up to 2^53
+    padded = (words[_LENGTHS] + 7) & -8
+    ends = np.add.accumulate(padded)
+    words[_OFFSETS] = starts = ends - padded
+    words[_AT.body] = ends[-1]
+    return words.tobytes(), starts.tolist(), int(ends[-1])
+
+
+def find_frame(payload: bytes | memoryview) -> Frame | None:
+    """Where the columns are, if our own writer of this version could have left this payload; None for all others. What the
+    columns hold, offsets included, is not looked at."""
+    if len(payload) < BODY or bytes(payload[:_HEAD]) != SCHEMA_MESSAGE:
+        return None
+    told = np.frombuffer(payload, np.int64, len(_ALWAYS), _HEAD)[_TOLD_AT]
+    sizes = told.tolist()
+    if min(sizes) < 0 or sizes[0] == 0 or max(sizes) > len(payload):
+        return None
+    message, starts, length = frame_of(told)
+    if bytes(payload[_HEAD:BODY]) != message or bytes(payload[BODY + length :]) != END_OF_STREAM:
+        return None
+    return Frame(starts, [1, *sizes])
