@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from anabranch.consumers import region_reader
 from anabranch.consumers.region_reader import RegionState
 from anabranch.schemas.envelope import Envelope
 from anabranch.schemas.errors import BackpressureError, StreamUnavailableError, TemporaryError
@@ -225,3 +226,21 @@ def test_the_ledger_is_read_as_often_as_asked_and_says_what_is_on_its_way(world:
         return reader.counted()["east"].counts == LedgerCounts(1, 0, {"trained": 1})
 
     wait(counted, "the fate to be counted")
+
+
+def test_one_read_brings_no_more_than_is_quick(world: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much may be read ahead: large replies are slower by the byte."""
+    brought: list[int] = []
+
+    class Watched(MemoryStream):
+        def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:
+            found = super().read(group, consumer, max_entries=max_entries, block_ms=block_ms)
+            brought.append(sum(len(delivery.fields[b"payload"]) for delivery in found))
+            return found
+
+    size = len(big(0).payload)
+    monkeypatch.setattr(region_reader, "MAX_READ_BYTES", 4 * size)
+    put(world.stream("east"), *(big(i) for i in range(60)))
+    polled = drain(world.reader(streams={"east": Watched(world.stores["east"])}))
+    assert indices(polled) == list(range(60))
+    assert max(brought) == 4 * size
