@@ -182,7 +182,7 @@ def measure_rollouts(
 
 def _ours(ours: Ours, groups: Sequence[Any], rollouts: int) -> dict[str, float]:
     size = len(encode_group(groups[0]))
-    return _rates(ours.write_groups(groups, size), ours.read(len(groups), size), rollouts)
+    return _rates(ours.write_groups(groups, size), ours.read(len(groups), size, rollout_by_rollout=True), rollouts)
 
 
 def _rates(written: Any, read: Any, rollouts: int) -> dict[str, float]:

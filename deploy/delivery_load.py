@@ -138,8 +138,9 @@ class Ours:
         sealed = [Envelope(PRODUCER, seq, index, payload) for seq, (index, payload) in enumerate(batch, self.next_seq)]
         self.next_seq = self._producer.append(sealed, floor=1)
 
-    def read(self, count: int, payload_bytes: int) -> Pass:
-        """Read, open, decode and settle `count` groups of about `payload_bytes`. Raises DeadlineError: they do not come."""
+    def read(self, count: int, payload_bytes: int, *, rollout_by_rollout: bool = False) -> Pass:
+        """Read, open, decode and settle `count` groups of about `payload_bytes`; `rollout_by_rollout`: and make an object of
+        each rollout, which a reader leaves to whoever builds a batch. Raises DeadlineError: they do not come."""
         step, found, received = per_read(self._read_bytes, payload_bytes), 0, 0
         with Watch() as watch:
             end_s = time.monotonic() + PASS_DEADLINE_S
@@ -147,7 +148,9 @@ class Ours:
                 entries = self._consumer.read(LEARNER_GROUP, "bench", max_entries=step, block_ms=1_000)
                 for entry in entries:
                     envelope = open_envelope(entry.fields, max_entry_bytes=MAX_ENTRY_BYTES)
-                    decode_group(envelope.payload)
+                    group = decode_group(envelope.payload)
+                    if rollout_by_rollout:
+                        tuple(group.rollouts)
                     received += len(envelope.payload)
                 self._consumer.settle(LEARNER_GROUP, [(entry.entry_id, "trained") for entry in entries])
                 self._consumer.trim()
