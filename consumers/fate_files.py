@@ -87,7 +87,10 @@ def _read_counts(path: Path) -> Counts | None:
         stored = json.loads(_counts_path(path).read_bytes())
         if stored["bytes"] != path.stat().st_size:
             return None
-        return {region: Counter(fates) for region, fates in stored["fates"].items()}
+        return {
+            region: Counter({fate: int(number) for fate, number in fates.items()})
+            for region, fates in stored["fates"].items()
+        }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

@@ -10,6 +10,7 @@ Held by tests/unit/producers/test_outbox.py and tests/process/test_spool_kills.p
 from __future__ import annotations
 
 import enum
+import errno
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from anabranch.transport.stream import TrajectoryStream
 
 DISK_RETRY_S = 1.0
 FIRST_GUESS_BYTES = 64 * 2**10  # size of a group before one was seen
+_GONE = "the spool's folder was removed under this producer, which must be stopped and started again"
 CLOSE_S = 2.0  # how long a stop waits for a stream that answers to take what is left
 
 
@@ -222,7 +224,8 @@ class Outbox:
             except BackpressureError:
                 return  # `_look` sees it
             except OSError as error:
-                self._disk_error, self._retry_at = str(error), self._clock() + DISK_RETRY_S
+                advice = _GONE if error.errno == errno.ENOENT else "free some space"
+                self._disk_error, self._retry_at = f"{error}; {advice}", self._clock() + DISK_RETRY_S
                 return
             self._unwritten.popleft()
         if not self._unwritten:
@@ -234,7 +237,7 @@ class Outbox:
         reserve = min(self._in_flight * (self._largest + OVERHEAD), most // 2)
         about = {"bytes_held": held, "max_bytes": most, "in_memory": len(self._unwritten), "to_append": len(self)}
         if self._disk_error:
-            self._alarm.is_now(Room.DISK, f"the disk takes no writes: {self._disk_error}; free some space", about=about)
+            self._alarm.is_now(Room.DISK, f"the disk takes no writes: {self._disk_error}", about=about)
             return
         margin = most // 4 if self._alarm.room is Room.FULL else 0
         if self._unwritten or held + reserve + margin > most:

@@ -13,6 +13,7 @@ One thread appends; another reads, releases and syncs.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections import deque
@@ -156,6 +157,8 @@ class Spool:
         try:
             if self._fd < 0:
                 self._fd = os.open(segment.path, os.O_WRONLY | os.O_CLOEXEC)
+            if os.fstat(self._fd).st_nlink == 0:  # what goes there is gone, though every write succeeds
+                raise FileNotFoundError(errno.ENOENT, "somebody removed the spool's file", str(segment.path))
             if self._cut_first:
                 os.ftruncate(self._fd, offset)
                 self._cut_first = False

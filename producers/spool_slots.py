@@ -6,9 +6,10 @@ sequence numbers of whoever had it. A spool that stayed free for `adopt_after_s`
 sent and removed; a removed slot is free for a new spool under a new id. Looking for free slots and removing them is done
 under the region's own lock, so that nobody takes a glance for a holder.
 
-A number is never given twice: where the machine was started anew since an id was given (SLOT/boot), nobody goes on with it.
-The disk may have lost records that had been delivered, and a Redis on the same machine all trace of them; the learner would
-take other groups under their numbers for what it has settled. What is there of such a spool is adopted.
+A number is never given twice: where the machine was started anew since an id was given, or the folder is a copy of the one it
+was given in (SLOT/boot), nobody goes on with it. The disk may have lost records that had been delivered, and a Redis on the
+same machine all trace of them; the learner would take other groups under their numbers for what it has settled. What is there
+of such a spool is adopted.
 Held by tests/unit/producers/test_spool_slots.py.
 """
 
@@ -132,10 +133,10 @@ class SpoolSlots:
             return None
         try:
             if spool_exists(folder):
-                same = _read(folder / "boot") == _read(BOOT)
+                same = _read(folder / "boot") == _mark(folder)
                 spool = self._open(folder) if same else None
             else:
-                write_atomically(folder / "boot", _read(BOOT), mode=0o600)
+                write_atomically(folder / "boot", _mark(folder), mode=0o600)
                 spool = Spool(folder, self._section, producer=f"{self._region}-{name}-{secrets.token_hex(3)}")
         except BaseException:
             lock.close()
@@ -167,6 +168,12 @@ class SpoolSlots:
                 yield
         finally:
             lock.close()
+
+
+def _mark(folder: Path) -> bytes:
+    """Of this folder since this start of the machine: a copy of it has another."""
+    stat = folder.stat()
+    return _read(BOOT) + b" %d:%d\n" % (stat.st_dev, stat.st_ino)
 
 
 def _read(path: Path) -> bytes:

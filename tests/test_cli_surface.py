@@ -300,3 +300,12 @@ def test_the_version_is_told(capsys) -> None:
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("anabranch 0.")
+
+
+def test_what_the_terminal_cannot_show_is_escaped() -> None:
+    script = "import sys; from anabranch.cli import main; main._open_outputs(); print('caf\\u00e9 \\udcff')"
+    done = subprocess.run(
+        [sys.executable, "-I", "-X", "utf8=0", "-c", script],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, b"caf\\xe9 \\udcff\n"), done.stderr

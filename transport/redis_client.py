@@ -29,6 +29,8 @@ PATIENCE_S = 2.0  # how long a call that may be repeated is; covers a Redis rest
 _TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.MasterDownError)
 _CREDENTIALS = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError)
 _FULL = re.compile(r"\A(OOM|MISCONF|NOREPLICAS)\b")
+_SCRIPT_DENIED = re.compile(r"user executing the script can't|ACL failure in script")  # Redis; Valkey
+_REFUSED_COMMAND = "refused a command to this user (its ACL; see deploy/redis/*.conf)"
 _BUSY = re.compile(r"\ABUSY\b")  # a script has run for five seconds; it ends, or somebody ends it
 _READ_BYTES = 256 * 2**10  # asked of the socket at a time: entries are large
 # Where hiredis parses replies redis-py lets it pack commands too, which copies every payload twice; this one sends them as
@@ -148,6 +150,8 @@ class Guard:
                     f"{self._where} takes no more data ({error}); nothing was lost: consumers must catch up, "
                     "or give it more memory or disk"
                 ) from error
+            if _SCRIPT_DENIED.search(str(error)):
+                raise ConfigError(f"{self._where} {_REFUSED_COMMAND}: {error}") from None
             if _BUSY.match(str(error)):
                 raise StreamUnavailableError(f"{self._where} is busy ({error})") from error
             advice = "somebody else wrote to a key of this run" if "WRONGTYPE" in str(error) else _VERSION
@@ -163,5 +167,5 @@ def is_missing_group(error: Exception) -> bool:
 
 def _refused(error: Exception) -> str:
     if isinstance(error, exceptions.NoPermissionError):
-        return "refused a command to this user (its ACL; see deploy/redis/*.conf)"
+        return _REFUSED_COMMAND
     return "refused the credentials (check user and password)"

@@ -87,7 +87,7 @@ class RedisStream:
 
     def progress(self, producer: str) -> ProducerProgress:
         last, lowest = self._repeat("stream_progress", producer)
-        return ProducerProgress(int(last) + 1 if last else None, int(lowest) if lowest else None)
+        return ProducerProgress(_whole(last) + 1 if last else None, _whole(lowest) if lowest else None)
 
     def forget_producer(self, producer: str) -> bool:
         return bool(self._repeat("stream_forget_producer", producer))
@@ -144,7 +144,7 @@ class RedisStream:
 
     def ledger(self, group: str) -> LedgerCounts:
         pending, foreign, flat = self._repeat("stream_ledger", group)
-        counted = {flat[i].decode(): int(flat[i + 1]) for i in range(0, len(flat), 2)}
+        counted = {flat[i].decode("utf-8", "replace"): _whole(flat[i + 1]) for i in range(0, len(flat), 2)}
         fates = {name: n for name, n in counted.items() if n and (name == "trained" or name.startswith("dropped:"))}
         return LedgerCounts(counted.get("produced", 0), int(pending), fates, int(foreign))
 
@@ -227,6 +227,15 @@ def stream_scripts(client: redis.Redis, keys: Keys) -> scripts.Scripts:
     """The scripts over the keys that lua/stream_prelude.lua names."""
     names = [keys.trajectories, keys.seen, keys.ledger, keys.open_entries, keys.open_ids, keys.dead_letters]
     return scripts.Scripts(client, names, prelude="stream_prelude")
+
+
+def _whole(raw: bytes) -> int:
+    try:
+        return int(raw)
+    except ValueError:
+        raise AnabranchError(
+            f"the region's Redis keeps {raw[:40]!r} where a number was: somebody else wrote to a key of this run"
+        ) from None
 
 
 def _deliveries(rows: Sequence[tuple[bytes, list[bytes], int]]) -> list[Delivery]:

@@ -9,6 +9,7 @@ import pytest
 
 from anabranch.schemas.config import StreamSection
 from anabranch.schemas.envelope import Envelope
+from anabranch.schemas.errors import ConfigError
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_dead_letters import RedisDeadLetters
 from anabranch.transport.redis_stream import RedisStream
@@ -62,3 +63,17 @@ def test_the_advised_user_may_do_all_that_a_stream_needs(client_of, server_named
         client.close()
     finally:
         admin.execute_command("ACL", "DELUSER", "learner")
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_user_who_may_not_run_what_a_script_runs_is_told_so(client_of, server_named, keys, server):
+    admin, where = client_of(server), server_named(server)
+    admin.execute_command("ACL", "SETUSER", "half", "reset", "on", ">pw", "~*", "&*", "+@all", "-xinfo")
+    try:
+        RedisStream(admin, keys).append([Envelope("p", 0, 0, b"x")], floor=0)
+        client = connect(f"redis://half:pw@127.0.0.1:{where.port}/0", deadline_s=10, what="the region")
+        with pytest.raises(ConfigError, match="its ACL"):
+            RedisStream(client, keys).ledger(GROUP)
+        client.close()
+    finally:
+        admin.execute_command("ACL", "DELUSER", "half")

@@ -114,3 +114,24 @@ def test_a_server_that_is_busy_with_a_script_is_waited_for(tmp_path, server_name
         assert stream.append([Envelope("p", 1, 1, b"x")], floor=0) == 2
         client.close()
         other.close()
+
+
+def test_a_key_that_holds_no_number_is_an_error_of_ours(client, keys):
+    stream = RedisStream(client, keys)
+    client.hset(keys.ledger, "trained", "many")
+    client.hset(keys.seen, "p", "nan")
+    for call in (lambda: stream.ledger("learner"), lambda: stream.progress("p")):
+        with pytest.raises(AnabranchError, match="somebody else wrote to a key of this run"):
+            call()
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_stream_whose_ids_somebody_used_up_stores_nothing_and_counts_nothing(client_of, keys, server):
+    client = client_of(server)
+    stream = RedisStream(client, keys)
+    stream.append([Envelope("p", 0, 0, b"x")], floor=0)
+    client.xadd(keys.trajectories, {"a": "b"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    with pytest.raises(AnabranchError, match=r"ID|ids"):
+        stream.append([Envelope("p", 1, 1, b"x")], floor=0)
+    assert stream.progress("p").next_seq == 1, "it was refused"
+    assert stream.ledger("learner").produced == 1

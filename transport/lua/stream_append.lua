@@ -15,12 +15,18 @@ local there = redis.call('EXISTS', STREAM) == 1
 if there and ARGV[3] ~= '' then
   -- Its id: no command tells the last one without a copy of the payload, but a group made there does.
   redis.call('XGROUP', 'CREATE', STREAM, 'anabranch:last', '$')
+  local id
   for _, group in ipairs(all_groups()) do
     if group['name'] == 'anabranch:last' then
-      note_open(group['last-delivered-id'], ARGV[1], ARGV[3])
+      id = group['last-delivered-id']
     end
   end
   redis.call('XGROUP', 'DESTROY', STREAM, 'anabranch:last')
+  if id == '18446744073709551615-18446744073709551615' then
+    -- Somebody used up the ids: the entry was refused, and this is theirs.
+    return redis.error_reply('ERR the stream has no ids left, since somebody else added an entry with the highest')
+  end
+  note_open(id, ARGV[1], ARGV[3])
   redis.call('HSET', SEEN, ARGV[1], ARGV[3])
   count('produced', 1)
   expected = tonumber(ARGV[3]) + 1

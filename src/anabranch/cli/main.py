@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -54,17 +55,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        _open_missing_outputs()
+        _open_outputs()
         return _main(build_parser().parse_args(argv))
     except KeyboardInterrupt:
         return 130
 
 
-def _open_missing_outputs() -> None:
+def _open_outputs() -> None:
     """Started with a closed stdout or stderr (`>&-`, some daemons), a program still does its work."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process is
+    # What the terminal's encoding lacks (a cause, a prompt, a name) is shown escaped, as stderr does.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _main(args: argparse.Namespace) -> int:

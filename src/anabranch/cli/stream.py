@@ -86,11 +86,21 @@ def _add_forget_producer(kinds: Any) -> None:
     add_yes(parser)
 
 
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are none
+        return False
+    return True
+
+
 def run(args: argparse.Namespace) -> int:
     if args.kind == "forget-group":
         from anabranch.deploy.stream_state import refuse_learner
 
         refuse_learner(args.name)
+    if args.kind != "ls" and not _is_text(args.name):
+        args.error("a name is UTF-8 text, as `ls` and the logs show it")
     config = config_from(args)
     from anabranch.cli.stream_commands import COMMANDS
 

@@ -109,3 +109,10 @@ def test_forgetting_a_producer(run, streams):
 def test_alone_it_shows_its_kinds(capsys):
     assert main(["stream"]) == 2
     assert "forget-producer" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_text_is_a_wrong_command_line(run):
+    for kind in ("forget-producer", "forget-group"):
+        code, out, err = run(kind, "\udcff", "--yes")
+        assert (code, out) == (2, "")
+        assert "UTF-8" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -205,3 +206,16 @@ def test_the_log_is_the_first_fate_of_each_in_order(tmp_path_factory: pytest.Tem
     log.close()
     assert seqs(folder) == expected
     assert sum(sum(c.values()) for c in count_fates(folder).values()) == len(expected)
+
+
+@pytest.mark.parametrize("fates", [{"east": {"trained": "x"}}, {"east": ["trained"]}, {"east": {"trained": None}}])
+def test_counts_that_are_no_counts_are_made_again(tmp_path: Path, fates: object) -> None:
+    log = FateLog(tmp_path, file_lines=1)
+    for seq in (1, 2):
+        log.append([record(seq=seq)])
+    log.close()
+    size = (tmp_path / "000001.jsonl").stat().st_size
+    (tmp_path / "000001.counts.json").write_text(json.dumps({"bytes": size, "fates": fates}))
+    again = FateLog(tmp_path, file_lines=1)
+    assert sum(again.counts["east"].values()) == 2
+    again.close()

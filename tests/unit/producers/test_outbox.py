@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -458,3 +459,16 @@ def test_in_memory_and_on_disk_a_group_is_the_same_bytes(tmp_path: Path) -> None
     box.sender.turn()
     (delivery,) = stream.read(LEARNER_GROUP, "c", max_entries=9, block_ms=0)
     assert delivery.fields[b"payload"] == payload
+
+
+def test_a_spool_that_is_removed_under_it_is_told_and_costs_no_group(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.outbox.put(group(1))
+    lab.run()
+    shutil.rmtree(tmp_path / "east")
+    lab.outbox.put(group(2))
+    lab.run()
+    assert not lab.outbox.accepts
+    assert "was removed under this producer" in lab.outbox.error
+    assert lab.outbox.waiting() == {2}, "in memory"
+    assert stored(lab.stream) == [1], "no tombstone"

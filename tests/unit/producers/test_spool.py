@@ -402,3 +402,13 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+def test_a_file_that_somebody_removed_takes_nothing(tmp_path: Path) -> None:
+    spool = new(tmp_path)
+    fill(spool, 2)
+    for path in segments(tmp_path):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="somebody removed"):
+        spool.append(1, b"x")
+    assert spool.next_seq == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -236,3 +237,13 @@ def test_the_spool_of_a_killed_process_is_free_at_once(tmp_path: Path, child: st
         holder.stdout.close()
         if child != "none":
             os.kill(int(child_pid), signal.SIGKILL)
+
+
+def test_a_copy_of_a_spool_beside_it_does_not_go_on_under_its_id(tmp_path: Path) -> None:
+    """Two producers under one id would each take the other's groups for its own: the stream stores a number once."""
+    first = slots(tmp_path).claim()
+    fill(first.spool, 2)
+    shutil.copytree(first.folder, tmp_path / "east" / "01")
+    second = slots(tmp_path).claim()
+    assert second.spool.producer != first.spool.producer
+    assert second.folder.name == "02"
