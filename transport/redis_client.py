@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeVar
 import redis
 from redis import exceptions
 from redis.backoff import NoBackoff
-from redis.connection import Encoder, PythonRespSerializer
 from redis.retry import Retry
 
 from anabranch.schemas.config import StreamSection
 from anabranch.schemas.errors import AnabranchError, BackpressureError, ConfigError, StreamUnavailableError, redact_url
+from anabranch.transport.resp_packer import RespPacker
 from anabranch.transport.retry import backoff_s
 
 T = TypeVar("T")
@@ -33,9 +33,6 @@ _SCRIPT_DENIED = re.compile(r"user executing the script can't|ACL failure in scr
 _REFUSED_COMMAND = "refused a command to this user (its ACL; see deploy/redis/*.conf)"
 _BUSY = re.compile(r"\ABUSY\b")  # a script has run for five seconds; it ends, or somebody ends it
 _READ_BYTES = 256 * 2**10  # asked of the socket at a time: entries are large
-# Where hiredis parses replies redis-py lets it pack commands too, which copies every payload twice; this one sends them as
-# they are.
-_PACKER = PythonRespSerializer(6_000, Encoder("utf-8", "strict", False).encode)
 _VERSION = "it must be Redis 7.0 or later, or Valkey"
 ADVICE = "check that it runs, that the address is right and that this machine may reach it"
 
@@ -57,7 +54,7 @@ def open_client(url: str, *, stream: Timeouts | None = None, deadline_s: float, 
             socket_connect_timeout=min(timeout_s, max(0.1, deadline_s)),
             socket_keepalive=True,
             socket_read_size=_READ_BYTES,
-            command_packer=_PACKER,
+            command_packer=RespPacker(),
             retry=Retry(NoBackoff(), 0),
             legacy_responses=False,
             decode_responses=False,
