@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf, isfinite
+from operator import lt
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def _lists(kind: pa.DataType, ends: array[int], values: pa.Array) -> pa.Array:
 
 
 def _ascends(values: Sequence[int]) -> bool:
-    return all(a < b for a, b in pairwise(values))
+    return all(map(lt, values, values[1:]))
 
 
 def _indices_are_sound(group_index: int, attempt: int, samples: Sequence[int]) -> bool:
@@ -212,7 +213,7 @@ def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
 
     def rollouts() -> tuple[Rollout, ...]:
         keys = list(zip(epochs, versions, starts, strict=True))
-        made = {key: VersionSpan(PolicyVersion(*key[:2]), key[2]) for key in set(keys)}
+        made = {key: VersionSpan(_policy(*key[:2]), key[2]) for key in set(keys)}
         spans = [made[key] for key in keys]
         rows = zip(
             samples, pairwise(token_ends), pairwise(span_ends), rewards, reasons, texts.cut(),
@@ -223,6 +224,9 @@ def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
             for sample, (a, b), (c, d), reward, reason, text, started, finished in rows
         )
 
-    policies = frozenset(PolicyVersion(*key) for key in set(zip(epochs, versions, strict=True)))
+    policies = frozenset(_policy(*key) for key in set(zip(epochs, versions, strict=True)))
     later = LaterRollouts(n, rollouts, highest, policies)
     return Group(run, region, producer, group_index, attempt, prompt, prompt_text, answer, later, group_size)
+
+
+_policy = lru_cache(maxsize=256)(PolicyVersion)

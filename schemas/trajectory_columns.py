@@ -8,9 +8,10 @@ tests/property/test_trajectory_fuzz.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import gt
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class Columns:
 
     def numbers(self, name: str, code: str) -> tuple[Any, ...]:
         """Of a column of numbers, n of them; `code`: that of `struct`."""
-        return struct.unpack_from(f"<{self.rows}{code}", self._view, self._starts[PLACES[name].buffer])
+        return _unpack(self.rows, code)(self._view, self._starts[PLACES[name].buffer])
 
     def same_number(self, name: str, code: str) -> int | None:
         """What all rows say."""
@@ -38,7 +39,7 @@ class Columns:
     def ends(self, name: str) -> tuple[int, ...] | None:
         """Offsets of a list or string column, n + 1, of which the first is 0 and the last the end of the values; those
         between may be anything."""
-        found = struct.unpack_from(f"<{self.rows + 1}i", self._view, self._starts[PLACES[name].buffer])
+        found = _unpack(self.rows + 1, "i")(self._view, self._starts[PLACES[name].buffer])
         return None if found[0] or found[-1] != self._sizes[PLACES[name].size] else found
 
     def values(self, name: str, kind: type[np.generic]) -> NDArray[Any]:
@@ -97,9 +98,14 @@ class Columns:
         """Epochs, versions and starts of the version spans of all rows."""
         place = PLACES["version_spans"]
         count, first = self._sizes[place.size], place.buffer + 3  # behind offsets, and validity of struct and field
-        epochs = struct.unpack_from(f"<{count}i", self._view, self._starts[first])
-        versions = struct.unpack_from(f"<{count}q", self._view, self._starts[first + 2])
-        return epochs, versions, struct.unpack_from(f"<{count}i", self._view, self._starts[first + 4])
+        epochs = _unpack(count, "i")(self._view, self._starts[first])
+        versions = _unpack(count, "q")(self._view, self._starts[first + 2])
+        return epochs, versions, _unpack(count, "i")(self._view, self._starts[first + 4])
+
+
+@lru_cache(maxsize=64)
+def _unpack(count: int, code: str) -> Callable[[memoryview, int], tuple[Any, ...]]:
+    return struct.Struct(f"<{count}{code}").unpack_from
 
 
 class Texts:
@@ -117,7 +123,7 @@ class Texts:
 
 def _texts_of(ends: tuple[int, ...], data: memoryview) -> Texts | None:
     whole = _text(data)
-    if whole is None or any(a > b for a, b in pairwise(ends)):
+    if whole is None or any(map(gt, ends, ends[1:])):
         return None
     if len(whole) == ends[-1]:  # a byte each
         return Texts(ends, whole)
