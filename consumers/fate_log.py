@@ -28,7 +28,7 @@ from anabranch.consumers.fate_files import (
     parse_lines,
     whole_lines,
 )
-from anabranch.schemas.errors import FateLogError
+from anabranch.schemas.errors import FateLogError, TemporaryError
 from anabranch.schemas.fates import FateRecord, Identity
 from anabranch.transport.files import sync_directory
 
@@ -80,10 +80,12 @@ class FateLog:
 
         Raises:
             FateLogError: they could not be written (a full disk); none of them is in the log, and the call may be repeated.
+            TemporaryError: somebody removed the log. Whoever opens it anew makes another.
         """
         new = {r.identity: r for r in records if r.identity not in self._known}
         if not new:
             return
+        self._check_there()
         try:
             if self._lines >= self._file_lines:
                 self._next_file()
@@ -121,6 +123,13 @@ class FateLog:
     def _next_file(self) -> None:
         close_file(self._directory / file_name(self._number))
         self._open_file(self._number + 1)
+
+    def _check_there(self) -> None:
+        if os.fstat(self._fd).st_nlink == 0:  # what goes there is gone, though every write succeeds
+            raise TemporaryError(
+                f"somebody removed {self._directory / file_name(self._number)}: put the fates of groups back, or start "
+                "again without them; `anabranch ledger` then tells what they lack"
+            )
 
     def _write(self, data: bytes) -> None:
         if self._torn:

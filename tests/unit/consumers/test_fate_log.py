@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from anabranch.consumers.fate_files import count_fates, read_fates
 from anabranch.consumers.fate_log import FateLog
-from anabranch.schemas.errors import FateLogError
+from anabranch.schemas.errors import FateLogError, TemporaryError
 from tests.fates import record
 
 
@@ -219,3 +219,17 @@ def test_counts_that_are_no_counts_are_made_again(tmp_path: Path, fates: object)
     again = FateLog(tmp_path, file_lines=1)
     assert sum(again.counts["east"].values()) == 2
     again.close()
+
+
+def test_a_log_that_somebody_removed_takes_nothing(tmp_path: Path) -> None:
+    log = FateLog(tmp_path, file_lines=10)
+    log.append([record(seq=1)])
+    (tmp_path / "000001.jsonl").unlink()
+    with pytest.raises(TemporaryError, match="somebody removed"):
+        log.append([record(seq=2)])
+    assert log.fate(record(seq=2).identity) is None
+    log.close()
+    again = FateLog(tmp_path, file_lines=10)
+    again.append([record(seq=2)])
+    again.close()
+    assert [r.seq for r in read_fates(tmp_path)] == [2]
