@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,17 @@ def _some(names: list[str], count: int | None = None) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def render_audit(audits: Mapping[str, RegionAudit], *, spools_here: bool) -> str:
+def left_behind(spools: Mapping[str, Names], regions: Collection[str], records: Iterable[FateRecord]) -> dict[str, int]:
+    """Region that is none of `regions` -> groups without a fate in its spools here: renamed, or taken out of the
+    configuration, it has no producer that sends them."""
+    left = {region: set(names) for region, names in sorted(spools.items()) if region not in regions}
+    if left:
+        for record in records:
+            left.get(record.region, set()).discard((record.producer, record.seq))
+    return {region: len(names) for region, names in left.items() if names}
+
+
+def render_audit(audits: Mapping[str, RegionAudit], *, spools_here: bool, left: Mapping[str, int] | None = None) -> str:
     lines = [f"{'region':<12} {'logged':>9} {'settling':>9} {'in stream':>10} {'dead':>7} {'in spool only':>14}"]
     for region, found in audits.items():
         in_spool = f"{found.spooled:,}" if spools_here else "?"
@@ -197,7 +207,12 @@ def render_audit(audits: Mapping[str, RegionAudit], *, spools_here: bool) -> str
             f"{region:<12} {found.logged:>9,} {found.settling:>9,} {found.open:>10,} {found.dead:>7,} {in_spool:>14}"
         )
         lines += [f"{'':<12} WRONG: {wrong}" for wrong in found.wrong]
-    if not any(found.wrong for found in audits.values()):
+    for region, groups in (left or {}).items():
+        lines.append(
+            f"{plain(region, 12):<12} WRONG: spools of this region hold {groups:,} groups without a fate, and it is not in the "
+            "configuration: a producer of that region would send them"
+        )
+    if not left and not any(found.wrong for found in audits.values()):
         lines.append("Every delivery has one place, and the streams count what the log has.")
     if not spools_here:
         lines.append("No spool is on this machine: what only a spool holds is not seen.")

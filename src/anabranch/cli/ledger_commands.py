@@ -79,12 +79,14 @@ def _audit(config: RunConfig) -> Shown:
     spools = ledger_audit.read_spools(config.spool_directory)
     asked = ask_regions(sorted(config.regions), lambda region: ledger_audit.read_places(patient, region))
     audits = ledger_audit.audit(asked.answers, spools, read_fates(fates))
+    left = ledger_audit.left_behind(spools, config.regions, read_fates(fates))
     _say_who_is_away(asked.away)
-    wrong = any(found.wrong for found in audits.values())
+    wrong = bool(left) or any(found.wrong for found in audits.values())
     data = {region: asdict(found) for region, found in audits.items()}
+    data |= {region: {"not_in_configuration": groups} for region, groups in left.items()}
     data |= {region: {"unreachable": plain(str(error))} for region, error in asked.away.items()}
     code = DOES_NOT_HOLD if wrong else EXIT_TEMPORARY if asked.away else 0
-    return ledger_audit.render_audit(audits, spools_here=bool(spools)), data, code
+    return ledger_audit.render_audit(audits, spools_here=bool(spools), left=left), data, code
 
 
 def _say_who_is_away(away: Mapping[str, TemporaryError]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from anabranch.deploy.ledger_audit import RegionPlaces, audit, read_spools, render_audit
+from anabranch.deploy.ledger_audit import RegionPlaces, audit, left_behind, read_spools, render_audit
 from anabranch.producers.spool import Spool
 from anabranch.schemas.config import SpoolSection
 from anabranch.transport.stream import LedgerCounts
@@ -94,3 +94,15 @@ def test_spools_are_read_as_they_lie(tmp_path: Path) -> None:
     assert read_spools(tmp_path) == {"east": {(P, 1), (P, 2), (P, 3)}}
     spool.close()
     assert read_spools(tmp_path / "none") == {}
+
+
+def test_spools_of_a_region_that_is_not_in_the_configuration_are_told() -> None:
+    spools = {"east": {(P, 1)}, "old": {(P, 1), (P, 2), (P, 3)}}
+    records = [*logged(1, region="old"), *logged(2)]
+    left = left_behind(spools, ["east"], records)
+    assert left == {"old": 2}
+    assert left_behind(spools, ["east", "old"], records) == {}
+    assert left_behind(spools, ["east"], logged(1, 2, 3, region="old")) == {}, "all of them have ended"
+    text = render_audit({}, spools_here=True, left=left)
+    assert "old          WRONG: spools of this region hold 2 groups" in text
+    assert "Every delivery has one place" not in text
