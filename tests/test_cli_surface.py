@@ -27,7 +27,7 @@ CONFIGURED = (
 KINDS = {
     "weights": ("log", "show", "verify", "path", "followers", "pin", "unpin", "rollback", "gc", "keygen"),
     "dead-letter": ("ls", "show", "requeue", "drop"),
-    "stream": ("ls", "forget-group", "forget-producer"),
+    "stream": ("ls", "forget-group", "forget-producer", "mend-aof"),
 }
 
 

@@ -41,6 +41,7 @@ class Ending:
     exits: Exits
     config: RunConfig
     link_starts: int
+    mended: list[tuple[str, int]]
 
 
 def collect(lab: Lab, exits: Exits, scenario: Scenario) -> Ending:
@@ -87,7 +88,7 @@ def collect(lab: Lab, exits: Exits, scenario: Scenario) -> Ending:
         *scenario.checks(lab),
     ]
     starts = sum(link.starts for link in lab.links.values())
-    return Ending(checks, evidence, lab.monitor.watch, lab.monitor.began, exits, config, starts)
+    return Ending(checks, evidence, lab.monitor.watch, lab.monitor.began, exits, config, starts, list(lab.mended))
 
 
 def conclude(
@@ -95,6 +96,7 @@ def conclude(
 ) -> int:
     """Write the report, say the verdict; the exit code."""
     facts: dict[str, Any] = {**scenario.facts(), "scenario": scenario.name, "ended": ended, "wall_s": wall_s}
+    facts["mended"] = ending.mended
     target = report_to or directory / "report.md"
     report.write(target, ending, facts)
     for check in ending.checks:

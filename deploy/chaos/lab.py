@@ -6,21 +6,25 @@ through a link. Held by tests/process/test_chaos.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import cached_property
 
 import redis
 
+from anabranch.deploy.aof_holes import close_holes
 from anabranch.deploy.chaos.links import Link
-from anabranch.deploy.chaos.log_sizes import LogSizes
+from anabranch.deploy.chaos.log_sizes import LogSizes, newest_log
 from anabranch.deploy.chaos.monitor import Monitor, client
 from anabranch.deploy.chaos.place import RUN, Place, server_name
 from anabranch.deploy.chaos.sites import HUB
 from anabranch.deploy.child import Child, ChildState
+from anabranch.schemas.errors import AppendOnlyFileError
 from anabranch.schemas.keys import Keys
 from anabranch.transport.redis_stream import RedisStream
 
 TIMEOUT_S = 2.0
+_BAD_FILE = "Bad file format reading the append only file"
 
 
 class Lab:
@@ -31,6 +35,7 @@ class Lab:
         self.regions = place.sites.regions
         self.keys = Keys(RUN)
         self.log_sizes = LogSizes({server_name(site): place.server_data(site) for site in place.sites.names})
+        self.mended: list[tuple[str, int]] = []  # (server, zero bytes dropped from its append-only file)
         self.injected: dict[str, set[str]] = {region: set() for region in self.regions}  # entry ids that faults added
 
     @cached_property
@@ -47,6 +52,16 @@ class Lab:
             )
             for region in self.regions
         }  # fmt: skip
+
+    def mend_servers(self) -> None:
+        """What a person would do whose server does not start any more after a full disk (deploy/aof_holes.py)."""
+        for name in self.place.servers:
+            child = self.children.get(name)
+            if child is None or child.alive or not any(_BAD_FILE in line for line in child.log_tail(3)):
+                continue
+            found = newest_log(self.place.server_data(self.place.site_of(name)))
+            with contextlib.suppress(AppendOnlyFileError, OSError):  # then it stays down, and the verdict says so
+                self.mended += [(name, size) for _, size in close_holes(found[0])] if found else []
 
     def alive(self, name: str) -> bool:
         """Running, and has reported itself since its start (a server: answers)."""

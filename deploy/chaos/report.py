@@ -71,6 +71,9 @@ def markdown(facts: dict[str, Any], drawing: str) -> str:
         lines += _table(("kind", "faults", "healed", "median s", "longest s"), kinds(facts["faults"]))
     for kind, why in facts.get("left_out", {}).items():
         lines += ["", f"Left out: {kind}: {why}."]
+    for server, size in facts.get("mended", ()):
+        lines += ["", f"The append-only file of {server} had a hole of {size:,} zero bytes after a full disk, and the server did not start: "
+                  "closed as by `anabranch stream mend-aof`."]  # fmt: skip
     for title, rows in facts.get("tables", {}).items():
         lines += ["", f"## {title}", "", *_table(tuple(rows[0]), [tuple(map(str, row)) for row in rows[1:]])]
     lines += [

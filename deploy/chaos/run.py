@@ -178,6 +178,7 @@ class _Chaos:
             link.tend()
         if self._lab is not None:
             self._lab.log_sizes.look(time.monotonic())
+            self._lab.mend_servers()
             if self._supervisor.state is State.STOPPING:
                 self._scenario.abandon(self._lab)
             else:

@@ -109,7 +109,9 @@ def test_permits_whose_answer_stays_lost_come_with_the_next_call(client, far, li
     """The call gives up before the link is back: what it was leased is the lowest there is, and a step waits for it."""
     permits, near = RedisPermits(far, keys), RedisPermits(client, keys)
     near.reset(epoch=1, version=0, batch=5, max_age=0, total=5, accepted=())
-    assert [p.group_index for p in near.take("q", max_groups=1, lease_ms=60_000)] == [0]  # the server knows the script now
+    assert [p.group_index for p in near.take("q", max_groups=1, lease_ms=60_000)] == [
+        0
+    ]  # the server knows the script now
     link.lose_replies(b"EVALSHA", times=10**6)
     with pytest.raises(StreamUnavailableError):
         permits.take("p", max_groups=2, lease_ms=60_000)

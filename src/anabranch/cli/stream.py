@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=HelpFormatter,
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND")
-    for add in (_add_ls, _add_forget_group, _add_forget_producer):
+    for add in (_add_ls, _add_forget_group, _add_forget_producer, _add_mend_aof):
         add(kinds)
 
     def without_kind(_: argparse.Namespace) -> int:
@@ -86,6 +87,18 @@ def _add_forget_producer(kinds: Any) -> None:
     add_yes(parser)
 
 
+def _add_mend_aof(kinds: Any) -> None:
+    parser = _kind(
+        kinds, "mend-aof", "a server does not start any more after its disk was full: close the holes in its append-only file",
+        " --dry-run /var/lib/redis/appendonlydir/appendonly.aof.2.incr.aof\n /var/lib/redis/appendonlydir/appendonly.aof.2.incr.aof\n",
+        "A Redis or Valkey that was short of disk after it had rewritten its file can leave zero bytes between two commands. It goes on,\n"
+        "and does not start again (\"Bad file format reading the append only file\"). This drops the zeros and nothing else; the server\n"
+        "must be down. A file that is damaged in another way is left as it is (exit 76).",
+    )  # fmt: skip
+    parser.add_argument("file", metavar="FILE", type=Path, help="the file that the server's log names")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+
+
 def _is_text(name: str) -> bool:
     try:
         name.encode()
@@ -94,11 +107,28 @@ def _is_text(name: str) -> bool:
     return True
 
 
+def _mend_aof(args: argparse.Namespace) -> int:
+    from anabranch.deploy.aof_holes import close_holes, find_holes
+
+    try:
+        holes = find_holes(args.file) if args.dry_run else close_holes(args.file)
+    except OSError as error:
+        print(f"anabranch stream: {error}", file=sys.stderr)
+        return 1
+    for offset, size in holes:
+        print(f"{size:,} zero bytes at byte {offset:,}")
+    done = "would be dropped; no command is lost" if args.dry_run else "dropped; no command is lost: start the server"
+    print(f"{args.file}: {sum(size for _, size in holes):,} bytes {done}" if holes else f"{args.file}: no holes")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     if args.kind == "forget-group":
         from anabranch.deploy.stream_state import refuse_learner
 
         refuse_learner(args.name)
+    if args.kind == "mend-aof":
+        return _mend_aof(args)
     if args.kind != "ls" and not _is_text(args.name):
         args.error("a name is UTF-8 text, as `ls` and the logs show it")
     config = config_from(args)

@@ -29,7 +29,7 @@ def fault(kind: str, heal_s: float | None) -> dict[str, object]:
 def end(watch: Watch, *checks: Check) -> Ending:
     evidence = Evidence(books={"east": RegionBooks(produced=3, added=4, fates={"trained": 2, "dropped:age": 1})})
     exits = Exits(noted=Counter({("learner", "killed by SIGKILL"): 2}))
-    return Ending(list(checks), evidence, watch, 100.0, exits, RunConfig(), 2)
+    return Ending(list(checks), evidence, watch, 100.0, exits, RunConfig(), 2, [("redis-east", 1676)])
 
 
 def test_tables_json_and_plot(tmp_path: Path) -> None:
