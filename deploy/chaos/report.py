@@ -73,7 +73,7 @@ def markdown(facts: dict[str, Any], drawing: str) -> str:
         lines += ["", f"Left out: {kind}: {why}."]
     for server, size in facts.get("mended", ()):
         lines += ["", f"The append-only file of {server} had a hole of {size:,} zero bytes after a full disk, and the server did not start: "
-                  "closed as by `anabranch stream mend-aof`."]  # fmt: skip
+                  "closed as by `anabranch stream mend-aof FILE`."]  # fmt: skip
     for title, rows in facts.get("tables", {}).items():
         lines += ["", f"## {title}", "", *_table(tuple(rows[0]), [tuple(map(str, row)) for row in rows[1:]])]
     lines += [
