@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 from anabranch.cli.confirm import add_yes
+from anabranch.cli.kinds import add_kinds, kind_parser
 
 _ABOUT = """\
 An entry of a stream that cannot be read (wrong checksum, another schema, numbers that are not finite), or that was delivered too
@@ -29,24 +29,11 @@ def add_parser(subparsers: Any) -> None:
         "  anabranch dead-letter drop --all --yes --config run.toml\n",
         formatter_class=HelpFormatter,
     )
-    kinds = parser.add_subparsers(dest="kind", metavar="KIND")
-    for add in (_add_ls, _add_show, _add_requeue, _add_drop):
-        add(kinds)
-
-    def without_kind(_: argparse.Namespace) -> int:
-        parser.print_help(sys.stderr)
-        return 2
-
-    parser.set_defaults(run=without_kind)
+    add_kinds(parser, (_add_ls, _add_show, _add_requeue, _add_drop))
 
 
 def _kind(kinds: Any, name: str, about: str, examples: str, more: str = "") -> argparse.ArgumentParser:
-    shown = "".join(f"  anabranch dead-letter {name}{example}\n" for example in examples.splitlines())
-    parser: argparse.ArgumentParser = kinds.add_parser(
-        name, help=about, description=more or None, epilog=f"examples:\n{shown}", formatter_class=HelpFormatter
-    )
-    parser.set_defaults(run=run, error=parser.error)
-    return parser
+    return kind_parser(kinds, "dead-letter", name, about, examples, more, run)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 from anabranch.cli.confirm import add_yes
+from anabranch.cli.kinds import add_kinds, kind_parser
 
 _ABOUT = """\
 Entries stay in a region's stream until every consumer group has acknowledged them. These commands show who is how far, and let
@@ -27,24 +28,11 @@ def add_parser(subparsers: Any) -> None:
         "  anabranch stream forget-group recorder --region east --config run.toml\n",
         formatter_class=HelpFormatter,
     )
-    kinds = parser.add_subparsers(dest="kind", metavar="KIND")
-    for add in (_add_ls, _add_forget_group, _add_forget_producer, _add_mend_aof):
-        add(kinds)
-
-    def without_kind(_: argparse.Namespace) -> int:
-        parser.print_help(sys.stderr)
-        return 2
-
-    parser.set_defaults(run=without_kind)
+    add_kinds(parser, (_add_ls, _add_forget_group, _add_forget_producer, _add_mend_aof))
 
 
 def _kind(kinds: Any, name: str, about: str, examples: str, more: str) -> argparse.ArgumentParser:
-    shown = "".join(f"  anabranch stream {name}{example}\n" for example in examples.splitlines())
-    parser: argparse.ArgumentParser = kinds.add_parser(
-        name, help=about, description=more, epilog=f"examples:\n{shown}", formatter_class=HelpFormatter
-    )
-    parser.set_defaults(run=run, error=parser.error)
-    return parser
+    return kind_parser(kinds, "stream", name, about, examples, more, run)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

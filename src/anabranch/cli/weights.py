@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
+from anabranch.cli.kinds import add_kinds, kind_parser
 
 _ABOUT = """\
 The learner publishes each version of the weights once, as what changed; producers follow by the cheapest path of deltas,
@@ -27,26 +27,13 @@ def add_parser(subparsers: Any) -> None:
         "  anabranch weights verify --config run.toml\n  anabranch weights rollback e1.v40 --config run.toml\n",
         formatter_class=HelpFormatter,
     )
-    kinds = parser.add_subparsers(dest="kind", metavar="KIND")
-    for add in (
+    add_kinds(parser, (
         _add_log, _add_show, _add_verify, _add_path, _add_followers, _add_pin, _add_unpin, _add_rollback, _add_gc, _add_keygen,
-    ):  # fmt: skip
-        add(kinds)
-
-    def without_kind(_: argparse.Namespace) -> int:
-        parser.print_help(sys.stderr)
-        return 2
-
-    parser.set_defaults(run=without_kind)
+    ))  # fmt: skip
 
 
 def _kind(kinds: Any, name: str, about: str, examples: str, more: str = "") -> argparse.ArgumentParser:
-    shown = "".join(f"  anabranch weights {name}{example}\n" for example in examples.splitlines())
-    parser: argparse.ArgumentParser = kinds.add_parser(
-        name, help=about, description=more or None, epilog=f"examples:\n{shown}", formatter_class=HelpFormatter
-    )
-    parser.set_defaults(run=run, error=parser.error)
-    return parser
+    return kind_parser(kinds, "weights", name, about, examples, more, run)
 
 
 def _add_log(kinds: Any) -> None:
