@@ -7,6 +7,7 @@ the learner's hands before the fault counts as healed. Held by tests/process/tes
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 
 import redis
 
@@ -55,9 +56,9 @@ class AddedEntry(Fault):
             lab.injected[self.plan.target].add(self.entry_id)
         return self.entry_id is not None
 
+    @abstractmethod
     def add(self, lab: Lab) -> str | None:
         """Its entry id; None if there is nothing to copy now."""
-        raise NotImplementedError
 
     def recovered(self, lab: Lab) -> bool:
         assert self.entry_id is not None

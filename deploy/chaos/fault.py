@@ -7,6 +7,7 @@ are never active together. Held by tests/unit/deploy/chaos/test_schedule.py and 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,7 +38,7 @@ class FaultPlan:
     amount: float
 
 
-class Fault:
+class Fault(ABC):
     """Base of all kinds. `flows`: names of the monitor's flows that must move after it was lifted."""
 
     kind: ClassVar[str]
@@ -64,11 +65,11 @@ class Fault:
     def resources(self) -> frozenset[str]:
         return frozenset({self.plan.target})
 
+    @abstractmethod
     def inject(self, lab: Lab) -> bool:
         """Do it; False: not now (the target is down)."""
-        raise NotImplementedError
 
-    def hold(self, lab: Lab) -> None:
+    def hold(self, lab: Lab) -> None:  # noqa: B027 - most faults have nothing to do in it
         """Called again and again while it is active."""
 
     def lift(self, lab: Lab) -> bool:

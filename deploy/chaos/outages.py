@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -29,7 +30,7 @@ RESUME_TARGET_S = 5.0
 _AWAY = (redis.RedisError, OSError)
 
 
-class Outage:
+class Outage(ABC):
     """Before, during, after: what both scenarios share."""
 
     name = "outage"
@@ -61,14 +62,18 @@ class Outage:
             return True
         return False
 
+    @abstractmethod
     def start(self, lab: Lab) -> None: ...
-    def during(self, lab: Lab) -> None: ...
+    def during(self, lab: Lab) -> None:  # noqa: B027 - not every outage has to do something in it
+        """Called again and again while it lasts."""
+
+    @abstractmethod
     def end(self, lab: Lab) -> bool:
         """Put everything back; False: could not yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settled(self, lab: Lab) -> bool:
-        raise NotImplementedError
+        """Whether what waited has ended."""
 
     def abandon(self, lab: Lab) -> None:
         if self.out_s and not self.back_s and self.end(lab):
