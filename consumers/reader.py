@@ -1,8 +1,10 @@
 """Reads the trajectory streams of all regions at once and hands out verified groups.
 
 Invariant: every region has a thread of its own (`RegionReader`), so one that hangs, or is a long way off, costs the others
-nothing; `poll` returns what has arrived and waits at most `block_ms`. Every delivery comes out of `poll` exactly once. What
-a region's thread dies of is raised by the next `poll`. Held by tests/unit/consumers/test_reader.py.
+nothing; `poll` returns what has arrived and waits at most `block_ms`. Every delivery comes out of `poll` exactly once. A
+region that refuses us (credentials, a key of the wrong type) is left out until it is mended; when all of them do, the next
+`poll` says so, as it says what a region's thread dies of. Held by tests/unit/consumers/test_reader.py and
+tests/unit/consumers/test_region_refuses.py.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from anabranch.consumers.arrivals import Opener, Polled
 from anabranch.consumers.region_reader import Counted, RegionHealth, RegionReader
 from anabranch.schemas.config import StreamSection
+from anabranch.schemas.errors import AnabranchError
 from anabranch.transport.stream import TrajectoryStream
 
 Mark = Mapping[str, int]
@@ -69,12 +72,20 @@ class Reader:
             return {name: region.health() for name, region in self._regions.items()}
 
     def unreachable(self) -> dict[str, str]:
-        """Region -> why, for those that cannot be reached now."""
+        """Region -> why, for those that cannot be read now, `refusing` ones among them."""
         with self._changed:
             return {n: r.health().why for n, r in self._regions.items() if r.is_away}
 
+    def refusing(self) -> dict[str, str]:
+        """Region -> why, for those that answer and refuse us: somebody has to mend them."""
+        with self._changed:
+            return {n: str(r.refused) for n, r in self._regions.items() if r.refused is not None}
+
     def poll(self, *, block_ms: int) -> Polled:
-        """What has arrived since the last call, in order within a region; waits up to `block_ms` for the first."""
+        """What has arrived since the last call, in order within a region; waits up to `block_ms` for the first.
+
+        Raises what a region's thread died of; and, when every region refuses us, an error of their kind that names each.
+        """
         self._start()
         end = time.monotonic() + block_ms / 1000
         polled = Polled()
@@ -158,3 +169,9 @@ class Reader:
         for region in self._regions.values():
             if region.died_of is not None:
                 raise region.died_of
+        refused = [region.refused for region in self._regions.values()]
+        errors = [error for error in refused if error is not None]
+        if errors and len(errors) == len(refused):
+            kinds = {type(error) for error in errors}
+            kind = kinds.pop() if len(kinds) == 1 else AnabranchError
+            raise kind("; ".join(dict.fromkeys(str(error) for error in errors))) from errors[0]

@@ -2,8 +2,9 @@
 
 Invariant: nobody else waits for the region. What it has read and nobody took is bounded (`stream.read_ahead_bytes`, about,
 and `MAX_AHEAD` entries); order inside the region is kept; a delivery leaves it once, as an `Arrival` or settled as a dead
-letter. A region that is away is asked again after at most `RETRY_LAST_S`; what was to be acknowledged waits until then.
-Held by tests/unit/consumers/test_reader.py and tests/unit/consumers/test_region_reader.py.
+letter. A region that is away is asked again after at most `RETRY_LAST_S`, one that refuses us after at most `REFUSED_LAST_S`;
+what was to be acknowledged waits until then. Held by tests/unit/consumers/test_reader.py,
+tests/unit/consumers/test_region_reader.py and tests/unit/consumers/test_region_refuses.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import structlog
 
 from anabranch.consumers.arrivals import Arrival, DeadLetter, Opener, Polled
 from anabranch.schemas.config import StreamSection
-from anabranch.schemas.errors import BackpressureError, StreamUnavailableError
+from anabranch.schemas.errors import AnabranchError, BackpressureError, StreamUnavailableError
 from anabranch.transport.stream import Delivery, LedgerCounts, TrajectoryStream
 
 MAX_PER_READ = 256
@@ -28,6 +29,7 @@ MAX_PER_SETTLE = 512
 MAX_AHEAD = 4096
 RETRY_FIRST_S = 0.5
 RETRY_LAST_S = 3.0  # with the time a connection takes to fail, a region that is back is read within 5 s
+REFUSED_LAST_S = 30.0  # a person must mend that, and the server logs each refusal
 SLICE_S = 0.05
 NOT_NOW = (StreamUnavailableError, BackpressureError)  # a region that is away, or takes no writes (its disk is full)
 
@@ -38,6 +40,7 @@ class RegionState(enum.Enum):
     READING = "reading"
     FULL = "full"  # has read ahead as far as it may: waits for the learner
     UNREACHABLE = "unreachable"
+    REFUSING = "refusing"  # it answers, and not with what it should: credentials, its ACL, a key of another type
     CLOSED = "closed"
 
 
@@ -86,6 +89,7 @@ class RegionReader(threading.Thread):
         self._closing = threading.Event()
         # Seen by other threads:
         self.died_of: BaseException | None = None
+        self.refused: AnabranchError | None = None  # why, while the state is REFUSING
         self.counted: Counted | None = None
         self._state, self._state_since_s, self._why = RegionState.CONNECTING, clock(), ""
         self._ready: deque[Arrival | DeadLetter] = deque()
@@ -110,7 +114,7 @@ class RegionReader(threading.Thread):
 
     @property
     def is_away(self) -> bool:
-        return self._state is RegionState.UNREACHABLE
+        return self._state in (RegionState.UNREACHABLE, RegionState.REFUSING)
 
     @property
     def has_something(self) -> bool:
@@ -149,7 +153,7 @@ class RegionReader(threading.Thread):
             while not self._closing.is_set():
                 try:
                     self._round()
-                except NOT_NOW as error:
+                except AnabranchError as error:
                     self._lost(error)
             self._enter(RegionState.CLOSED)
         except BaseException as error:  # noqa: BLE001 - raised again where the reader is polled
@@ -195,10 +199,10 @@ class RegionReader(threading.Thread):
                 return found
             self._resume_after = None
         if (now := self._clock()) >= self._claim_at_s:
-            self._claim_at_s = now + self._config.claim_idle_ms / 2000
             claimed = self._stream.claim_idle(
                 self._group, self._consumer, idle_ms=self._config.claim_idle_ms, max_entries=min(count, MAX_PER_CLAIM)
             )
+            self._claim_at_s = now + self._config.claim_idle_ms / 2000
             if claimed:
                 return claimed
         return self._stream.read(self._group, self._consumer, max_entries=count, block_ms=self._config.block_ms)
@@ -262,8 +266,8 @@ class RegionReader(threading.Thread):
         now = self._clock()
         if self._ledger_every_s is None or now < self._ledger_at_s:
             return
-        self._ledger_at_s = now + self._ledger_every_s
         counts = self._stream.ledger(self._group)
+        self._ledger_at_s = now + self._ledger_every_s
         with self._changed:
             self.counted = Counted(counts, self._clock(), len(self._to_settle))
 
@@ -274,16 +278,21 @@ class RegionReader(threading.Thread):
         self._retry_pause_s = RETRY_FIRST_S
         self._enter(RegionState.READING if self._resume_after is None else RegionState.RESUMING)
 
-    def _lost(self, error: Exception) -> None:
-        if not self.is_away:
-            self._log.warning("region cannot be reached", error=str(error))
-        self._retry_at_s = self._clock() + self._retry_pause_s
-        self._retry_pause_s = min(2 * self._retry_pause_s, RETRY_LAST_S)
-        self._enter(RegionState.UNREACHABLE, str(error))
+    def _lost(self, error: AnabranchError) -> None:
+        away = isinstance(error, NOT_NOW)
+        state = RegionState.UNREACHABLE if away else RegionState.REFUSING
+        if self._state is not state:
+            if away:
+                self._log.warning("region cannot be reached", error=str(error))
+            else:
+                self._log.error("region refuses us; going on without it", error=str(error))
+        pause_s = min(self._retry_pause_s, RETRY_LAST_S if away else REFUSED_LAST_S)
+        self._retry_at_s, self._retry_pause_s = self._clock() + pause_s, 2 * pause_s
+        self._enter(state, str(error), None if away else error)
 
-    def _enter(self, state: RegionState, why: str = "") -> None:
+    def _enter(self, state: RegionState, why: str = "", refused: AnabranchError | None = None) -> None:
         with self._changed:
             if state is not self._state:
                 self._state, self._state_since_s = state, self._clock()
-            self._why = why
+            self._why, self.refused = why, refused
             self._changed.notify_all()
