@@ -1,4 +1,4 @@
-"""The learner's eye on the ledger: what the regions' threads counted, judged, and told to people.
+"""The learner's eye on its regions: whether they can be read, and what their threads counted, judged and told to people.
 
 Invariant: looking costs no call to anybody, so it never holds up a step; an alarm is told once when it begins and once when
 it is over, and stands in the status in between. Held by tests/unit/learner/test_ledger_watch.py.
@@ -23,10 +23,17 @@ class LedgerWatch:
 
     def __init__(self, reader: Reader, fates: FateLog) -> None:
         self._reader, self._fates, self._check = reader, fates, LedgerCheck()
+        self._refusing: dict[str, str] = {}  # region -> alarm
         self._log = structlog.get_logger()
 
     def look(self) -> list[Note]:
         """What is to be noted: alarms that begin or end."""
+        return [*self._ledgers(), *self._refusals()]
+
+    def alarms(self) -> tuple[str, ...]:
+        return (*self._refusing.values(), *self._check.alarms.values())
+
+    def _ledgers(self) -> list[Note]:
         before = dict(self._check.alarms)
         new = self._check.look(self._reader.counted(), self._fates.counts)
         notes: list[Note] = []
@@ -38,8 +45,16 @@ class LedgerWatch:
             notes.append(("ledger_holds", {"region": region, "kind": kind}))
         return notes
 
-    def alarms(self) -> tuple[str, ...]:
-        return tuple(self._check.alarms.values())
+    def _refusals(self) -> list[Note]:
+        """The regions' threads have logged them."""
+        before, refusing = self._refusing, self._reader.refusing()
+        self._refusing = {name: f"region {name} refuses the learner: {why}" for name, why in refusing.items()}
+        notes: list[Note] = [
+            ("region_alarm", {"region": name, "alarm": text})
+            for name, text in self._refusing.items()
+            if name not in before
+        ]
+        return notes + [("region_answers", {"region": name}) for name in before if name not in refusing]
 
     def regions(self) -> dict[str, str]:
         """Region -> how reading it goes, and since when."""

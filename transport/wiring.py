@@ -14,7 +14,7 @@ import redis
 import structlog
 
 from anabranch.schemas.config import RunConfig
-from anabranch.schemas.errors import StreamUnavailableError
+from anabranch.schemas.errors import AnabranchError, ConfigError, StreamUnavailableError
 from anabranch.schemas.keys import Keys
 from anabranch.transport.blob_store import BlobStore
 from anabranch.transport.boards import EvaluationBoard, RunBoard
@@ -86,42 +86,53 @@ def connect_region(config: RunConfig, region: str) -> TrajectoryStream:
 
 
 def connect_regions(config: RunConfig) -> dict[str, TrajectoryStream]:
-    """Every region's stream. One region must answer; those that do not are left to whoever reads them (a learner that
-    restarts while a region is cut off goes on with the others).
+    """Every region's stream. One region must answer; those that do not, or refuse us, are left to whoever reads them (a
+    learner that restarts while a region is cut off goes on with the others).
 
     Raises:
         StreamUnavailableError: no region answered by the deadline; names each with its reason.
-        ConfigError: a region refuses the credentials.
+        ConfigError: every region refuses the credentials; or an unusable URL.
     """
     clients: dict[str, redis.Redis] = {}
-    away: dict[str, StreamUnavailableError] = {}
+    away: dict[str, AnabranchError] = {}
     started = time.monotonic()
-    while len(clients) < len(config.regions):
+    while True:
         for name in sorted(config.regions.keys() - clients.keys()):
+            if isinstance(away.get(name), ConfigError):  # a person must mend that: asking again helps nobody
+                continue
             try:
                 clients[name] = connect(
                     config.regions[name].url, stream=config.stream, deadline_s=PATIENCE_S, what=_region(name)
                 )
                 away.pop(name, None)
-            except StreamUnavailableError as error:
+            except (StreamUnavailableError, ConfigError) as error:
                 away[name] = error
         waited_s = time.monotonic() - started
-        if waited_s > (FURTHER_REGION_S if clients else config.channel.connect_deadline_s):
+        refused = sum(isinstance(error, ConfigError) for error in away.values())
+        if len(away) == refused or waited_s > (FURTHER_REGION_S if clients else config.channel.connect_deadline_s):
             break
+    missing = {name: _open(config, name) for name in away}  # an unusable URL is an error here
     if not clients:
-        raise StreamUnavailableError("; ".join(str(error) for error in away.values()))
+        kind = ConfigError if len(away) == refused else StreamUnavailableError
+        raise kind("; ".join(str(error) for error in away.values()))
     for name, reason in away.items():
-        structlog.get_logger().warning("region cannot be reached; going on without it", region=name, error=str(reason))
-        clients[name] = open_client(
-            config.regions[name].url, stream=config.stream, deadline_s=PATIENCE_S, what=_region(name)
-        )
-    return {name: _stream(config, name, client) for name, client in clients.items()}
+        log = structlog.get_logger().bind(region=name, error=str(reason))
+        if isinstance(reason, ConfigError):
+            log.error("region refuses us; going on without it")
+        else:
+            log.warning("region cannot be reached; going on without it")
+    return {name: _stream(config, name, client) for name, client in (clients | missing).items()}
 
 
 def connect_dead_letters(config: RunConfig, region: str) -> RedisDeadLetters:
     """Raises StreamUnavailableError (deadline) or ConfigError (credentials)."""
     client = _connect(config, config.regions[region].url, _region(region))
     return RedisDeadLetters(client, Keys(config.run.name), what=_region(region))
+
+
+def _open(config: RunConfig, region: str) -> redis.Redis:
+    url = config.regions[region].url
+    return open_client(url, stream=config.stream, deadline_s=PATIENCE_S, what=_region(region))
 
 
 def _stream(config: RunConfig, region: str, client: redis.Redis) -> RedisStream:

@@ -1,4 +1,4 @@
-"""The learner tells of a ledger that does not hold, once, and until it does again."""
+"""The learner tells of a ledger that does not hold, and of a region that refuses it, once, and until that is over."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 
 from anabranch.consumers.fate_log import FateLog
 from anabranch.learner.ledger_watch import LedgerWatch
+from anabranch.schemas.errors import ConfigError
+from anabranch.transport.memory_stream import MemoryStream
+from anabranch.transport.stream import Delivery
 from tests.groups import entry
 from tests.readers import Regions, drain, wait
 from tests.streams import put
@@ -45,3 +48,30 @@ def test_an_alarm_is_noted_when_it_begins_and_when_it_is_over(world: Regions, tm
     assert after_the_next_count() == [("ledger_holds", {"region": "east", "kind": "balance"})]
     assert watch.alarms() == ()
     log.close()
+
+
+def test_a_region_that_refuses_is_an_alarm_until_it_is_mended(world: Regions, tmp_path: Path) -> None:
+    class West(MemoryStream):
+        refuses = True
+
+        def read_own_pending(
+            self, group: str, consumer: str, *, max_entries: int, after_id: str = "0-0"
+        ) -> list[Delivery]:
+            if self.refuses:
+                raise ConfigError("the Redis of region west refused the credentials")
+            return []
+
+    west = West(world.stores["east"])
+    reader = world.reader(streams={"east": world.stream("east"), "west": west})
+    watch = LedgerWatch(reader, FateLog(tmp_path, file_lines=100))
+    drain(reader)
+    text = "region west refuses the learner: the Redis of region west refused the credentials"
+    assert watch.look() == [("region_alarm", {"region": "west", "alarm": text})]
+    assert watch.look() == []
+    assert watch.alarms() == (text,)
+    assert watch.regions()["west"].startswith("refusing for")
+    west.refuses = False
+    world.now_s += 60
+    wait(lambda: not reader.refusing(), "the region to be read")
+    assert watch.look() == [("region_answers", {"region": "west"})]
+    assert watch.alarms() == ()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from structlog.testing import capture_logs
 
 from anabranch.schemas.config import RunConfig, load_config
 from anabranch.schemas.envelope import Envelope
@@ -48,6 +49,41 @@ def test_no_region_at_all_is_an_error_that_names_them() -> None:
     assert "region east" in str(caught.value)
     assert "region west" in str(caught.value)
     assert "s3cret" not in str(caught.value)
+
+
+def wrong_password(server: EmbeddedValkey) -> str:
+    return f"redis://:s3cret@127.0.0.1:{server.port}/0"
+
+
+def test_a_learner_starts_without_a_region_that_refuses_it(valkey: EmbeddedValkey) -> None:
+    with capture_logs() as logs:
+        streams = wiring.connect_regions(config(here=valkey.url, refusing=wrong_password(valkey)))
+    assert sorted(streams) == ["here", "refusing"]
+    assert streams["here"].ledger("learner").balanced
+    with pytest.raises(ConfigError, match=r"region refusing .* refused the credentials"):
+        streams["refusing"].read("learner", "c", max_entries=1, block_ms=1)
+    (alarm,) = logs
+    assert (alarm["log_level"], alarm["region"]) == ("error", "refusing")
+    for stream in streams.values():
+        stream.close()
+
+
+def test_credentials_that_every_region_refuses_are_a_wrong_configuration(valkey: EmbeddedValkey) -> None:
+    with pytest.raises(ConfigError) as caught:
+        wiring.connect_regions(config(east=wrong_password(valkey), west=wrong_password(valkey)))
+    assert "region east" in str(caught.value)
+    assert "region west" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_region_that_refuses_and_one_that_is_away_may_do_later(valkey: EmbeddedValkey) -> None:
+    with pytest.raises(StreamUnavailableError, match=r"region away.*region refusing .* refused the credentials"):
+        wiring.connect_regions(config(away=NOBODY, refusing=wrong_password(valkey)))
+
+
+def test_an_unusable_url_of_one_region_is_a_wrong_configuration(valkey: EmbeddedValkey) -> None:
+    with pytest.raises(ConfigError, match=r"region east: .* not a usable Redis URL"):
+        wiring.connect_regions(config(east="redis://127.0.0.1:port/0", here=valkey.url))
 
 
 # Weights
