@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.kernels.tokens import Tokens
+
 LOG_RATIO_LIMIT = 20.0  # e^20 = 4.9e8: beyond it a ratio says "far", and float32 sums stay finite
 
 
@@ -70,16 +72,14 @@ def ppo_clip(ell: Tensor, behaviour: Tensor, advantage: Tensor, *, clip_low: flo
     return TokenObjective(value, ~clipped)
 
 
-def veto(ell: Tensor, behaviour: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+def veto(tokens: Tokens, *, low: float, high: float) -> Tensor:
     """Trajectories with any token ratio outside [low, high]: evidence that something other than drift is wrong
     (another tokenizer, stale KV, a corrupt entry), so the whole trajectory is dropped from the loss.
-
-    Args:
-        ell, behaviour: [R, C]; mask: bool [R, C], true on completion tokens.
 
     Returns:
         bool [R], true where vetoed.
     """
     with torch.no_grad():
-        ratio = log_ratio(ell, behaviour).exp()
-        return (((ratio < low) | (ratio > high)) & mask).any(dim=-1)
+        ratio = log_ratio(tokens.ell, tokens.behaviour).exp()
+        outside = (ratio < low) | (ratio > high)
+        return tokens.per_rollout(outside.to(ratio.dtype)) > 0

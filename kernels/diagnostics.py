@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.kernels.corrections import log_ratio
+from anabranch.kernels.tokens import Tokens
 
 # Places in the vector of sums.
 _N, _R, _R2, _D, _K3, _N0, _K3_0, _KEPT, _MASS, _ENTROPY, _LOSS = range(11)
@@ -45,29 +46,17 @@ class DiagnosticSums:
         self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(
-        self,
-        ell: Tensor,
-        behaviour: Tensor,
-        mask: Tensor,
-        kept: Tensor,
-        weight: Tensor,
-        ages: Tensor,
-        entropy: Tensor,
-        loss: Tensor,
-    ) -> None:
-        """Count one microbatch. `ell`, `behaviour`, `entropy` float [R, C]; `mask`, `kept` bool [R, C]; `weight`
-        float [R]; `ages` int64 [R, C]; `loss` scalar."""
-        if not bool(mask.any()):
-            return
-        d = log_ratio(ell, behaviour)[mask].double()
+    def add(self, tokens: Tokens, *, kept: Tensor, weights: Tensor, entropy: Tensor, loss: Tensor) -> None:
+        """Count one microbatch of N tokens and R rollouts. `kept` bool [N]; `weights` float [R]; `entropy` float [N], nats;
+        `loss` scalar."""
+        d = log_ratio(tokens.ell, tokens.behaviour).double()
         r = d.exp()
         k3 = r - 1 - d
-        fresh = ages[mask] == 0
-        mass = (weight[:, None] * kept).double().sum()
+        fresh = tokens.lags == 0
+        mass = (tokens.spread(weights) * kept).double().sum()
         parts = [
             torch.tensor(float(d.numel())), r.sum(), r.square().sum(), d.sum(), k3.sum(), fresh.sum(), k3[fresh].sum(),
-            kept.sum(), mass, entropy[mask].double().sum(), loss.detach(),
+            kept.sum(), mass, entropy.double().sum(), loss.detach(),
         ]  # fmt: skip
         self.sums += torch.stack([p.to(self.sums) for p in parts])
         self.ratio_max = torch.maximum(self.ratio_max, r.max())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch.kernels.corrections import dppo_tv, log_ratio, policy_gradient, ppo_clip, veto
+from anabranch.kernels.tokens import Tokens
 from anabranch.schemas.config import CorrectionSection
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
@@ -50,35 +51,30 @@ def token_weights(lengths: Tensor, aggregation: Aggregation, *, max_tokens: int 
     raise ValueError(f"unknown aggregation {aggregation!r}")
 
 
-def token_loss(
-    ell: Tensor, behaviour: Tensor, advantage: Tensor, weight: Tensor, mask: Tensor, config: CorrectionSection
-) -> tuple[Tensor, Tensor]:
+def token_loss(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tuple[Tensor, Tensor]:
     """The loss of some rollouts of a batch, −Σ weight·(J − penalty·d²), and the tokens that carry gradient of J.
 
     The d² penalty pulls a drifted token back towards the behaviour policy, so it also acts on tokens that the
-    trust region masks; a vetoed trajectory is out of both terms. Masked tokens keep their place in `weight`.
+    trust region masks; a vetoed trajectory is out of both terms. Masked tokens keep their place in `weights`.
 
     Args:
-        ell, behaviour: [R, C], float32 or float64; padding may hold anything finite.
-        advantage, weight: [R], of the same dtype; `weight` as `token_weights` of the whole batch.
-        mask: bool [R, C], true on completion tokens.
+        weights: [R], of the dtype of the tokens' floats; as `token_weights` of the whole batch.
 
     Returns:
-        scalar loss with gradient; bool [R, C] of kept tokens.
+        scalar loss with gradient; bool [N] of kept tokens.
     """
-    per_token = advantage[:, None].expand_as(ell)
+    ell, behaviour, advantages = tokens.ell, tokens.behaviour, tokens.advantages
     match config.objective:
         case "dppo_tv":
-            objective = dppo_tv(ell, behaviour, per_token, tau=config.tau, ratio_cap=config.ratio_cap)
+            objective = dppo_tv(ell, behaviour, advantages, tau=config.tau, ratio_cap=config.ratio_cap)
         case "grpo" | "dr_grpo":
-            objective = ppo_clip(ell, behaviour, per_token, clip_low=config.clip_low, clip_high=config.clip_high)
+            objective = ppo_clip(ell, behaviour, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
         case "none":
-            objective = policy_gradient(ell, per_token)
-    vetoed = veto(ell, behaviour, mask, low=config.veto_low, high=config.veto_high)
-    in_loss = mask & ~vetoed[:, None]
+            objective = policy_gradient(ell, advantages)
+    in_loss = ~tokens.spread(veto(tokens, low=config.veto_low, high=config.veto_high))
     value = objective.value
     if config.penalty > 0:
         value = value - config.penalty * log_ratio(ell, behaviour).square()
     # where, not a product: whatever stands in a masked place, NaN included, must not reach the sum.
-    summed = torch.where(in_loss, value, torch.zeros_like(value)) * weight[:, None]
+    summed = torch.where(in_loss, value, torch.zeros_like(value)) * tokens.spread(weights)
     return -summed.sum(), objective.kept & in_loss

@@ -18,10 +18,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from anabranch.learner.batch import TrainBatch
-from anabranch.learner.distribute import broadcast_bytes
+from anabranch.learner.distribute import broadcast_bytes, receive_bytes, send_bytes
 from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.publish_order import EpochOpening, PublishOrder
-from anabranch.learner.step import StepOutput
+from anabranch.learner.step import StepOutput, StepShare
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.errors import AnabranchError
 from anabranch.schemas.layout import Layout
@@ -72,8 +72,11 @@ class CollectiveEngine:
         return self._engine.learning_rate(step)
 
     def train_step(self, batch: TrainBatch) -> StepOutput:
-        self._announce(Op.STEP, batch.to_bytes() if self._world_size > 1 else b"")
-        return self._engine.train_step(batch)
+        shares = self._engine.plan(batch)
+        self._announce(Op.STEP)
+        for rank in range(1, self._world_size):
+            send_bytes(shares[rank].to_bytes(), rank)
+        return self._engine.train_share(shares[0])
 
     def state_bits(self) -> dict[str, NDArray[Any]]:
         self._announce(Op.STATE)
@@ -123,7 +126,7 @@ def follow(engine: LearnerEngine, make_publisher: MakePublisher = _no_publisher)
             message = broadcast_bytes(None)
             op, payload = Op(message[0]), message[1:]
             if op is Op.STEP:
-                engine.train_step(TrainBatch.from_bytes(payload))
+                engine.train_share(StepShare.from_bytes(receive_bytes()))
             elif op is Op.STATE:
                 engine.state_bits()
             elif op is Op.SAVE:

@@ -79,6 +79,21 @@ def broadcast_bytes(data: bytes | None) -> bytes:
     return buffer.numpy().tobytes()
 
 
+def send_bytes(data: bytes, rank: int) -> None:
+    """`data` to `rank`, which calls `receive_bytes`; from rank 0. Ends at the process group's deadline."""
+    dist.send(torch.tensor([len(data)], dtype=torch.int64), dst=rank)
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=rank)
+
+
+def receive_bytes() -> bytes:
+    """What rank 0 sends to this rank. Ends at the process group's deadline."""
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, src=0)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(buffer, src=0)
+    return buffer.numpy().tobytes()
+
+
 def rank_from_environment() -> tuple[int, int] | None:
     """(rank, world size) if a launcher (`launch_ranks`, deepspeed, torchrun) started this process, else None.
 

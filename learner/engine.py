@@ -27,7 +27,7 @@ from anabranch.learner.live_share import LiveShare
 from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
 from anabranch.learner.quiet import import_deepspeed, quiet, without_deprecations
 from anabranch.learner.random_state import seed_everything
-from anabranch.learner.step import MicroBatch, StepOutput, StepPlan, plan_step
+from anabranch.learner.step import StepOutput, StepShare, microbatch_loss, plan_step
 from anabranch.learner.weights import PublishedWeights
 from anabranch.schemas.config import CorrectionSection, LearnerSection
 from anabranch.schemas.errors import AnabranchError, CheckpointError, ConfigError
@@ -136,43 +136,49 @@ class LearnerEngine:
         warmup = self._learner.warmup_steps
         return self._learner.lr * min(1.0, step / warmup) if warmup else self._learner.lr
 
+    def plan(self, batch: TrainBatch) -> list[StepShare]:
+        """Each rank's share of a step on `batch`. No rank needs more than its own."""
+        return plan_step(
+            batch, self._correction, budget_tokens=self._learner.micro_batch_tokens,
+            ranks=self._world_size, max_tokens=self._max_tokens,
+        )  # fmt: skip
+
     def train_step(self, batch: TrainBatch) -> StepOutput:
-        """One optimizer step on `batch`.
+        """`train_share` where every rank holds the whole batch."""
+        return self.train_share(self.plan(batch)[self._rank])
+
+    def train_share(self, share: StepShare) -> StepOutput:
+        """One optimizer step; `share` is this rank's of `plan`.
 
         Raises:
             AnabranchError: loss or gradient is not finite. Nothing has been published or saved of it.
         """
-        plan = plan_step(
-            batch, self._correction, budget_tokens=self._learner.micro_batch_tokens,
-            ranks=self._world_size, max_tokens=self._max_tokens,
-        )  # fmt: skip
         lr = self.learning_rate(self.step + 1)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         with without_deprecations():
-            return self._step(batch, plan, lr)
+            return self._step(share, lr)
 
-    def _step(self, batch: TrainBatch, plan: StepPlan, lr: float) -> StepOutput:
+    def _step(self, share: StepShare, lr: float) -> StepOutput:
         sums = DiagnosticSums(self._device)
-        for rows in plan.microbatches[self._rank]:
+        for micro in share.microbatches:
             self._heartbeat()
-            micro = MicroBatch.take(batch, plan, rows, self._device)
-            logprobs, entropy = self._engine(micro.input_ids, micro.rows, micro.columns, micro.targets)
-            loss = micro.loss(logprobs, entropy, self._correction, sums)
+            logprobs, entropy = self._engine(*micro.model_inputs(self._device))
+            loss = microbatch_loss(micro, logprobs, entropy, self._correction, sums)
             # DeepSpeed averages gradients over ranks; the loss is already a share of one global sum.
             self._engine.backward(loss * self._world_size)
         self._sum_over_ranks(sums)
-        diagnostics, loss_value = sums.finish(total_mass=plan.total_mass)
+        diagnostics, loss_value = sums.finish(total_mass=share.facts.total_mass)
         if not math.isfinite(loss_value):
-            raise AnabranchError(f"step {self.step + 1}: the loss is {loss_value}; {_which(batch)}")
+            raise AnabranchError(f"step {self.step + 1}: the loss is {loss_value}; {share.facts}")
         self._engine.step()
         grad_norm = float(self._engine.get_global_grad_norm() if self._clipper is None else self._clipper.norm)
         if not math.isfinite(grad_norm) or not self._engine.was_step_applied():
-            raise AnabranchError(f"step {self.step + 1}: the gradient is not finite; {_which(batch)}")
+            raise AnabranchError(f"step {self.step + 1}: the gradient is not finite; {share.facts}")
         self.step += 1
         return StepOutput(
             step=self.step, loss=loss_value, grad_norm=grad_norm, lr=lr, diagnostics=diagnostics,
-            zero_variance_groups=plan.zero_variance_groups, groups=len(batch.group_indices),
+            zero_variance_groups=share.facts.zero_variance_groups, groups=share.facts.groups,
         )  # fmt: skip
 
     def state_bits(self) -> dict[str, NDArray[Any]]:
@@ -245,7 +251,3 @@ class _Clipper:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_norm))
-
-
-def _which(batch: TrainBatch) -> str:
-    return f"groups {batch.group_indices.min()}..{batch.group_indices.max()}"

@@ -71,19 +71,22 @@ class PolicyModule(nn.Module):
         self.lm = lm
         self.head_logprobs = HeadLogprobs(head, temperature)
 
-    def forward(self, input_ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-prob of `targets[i]` as the token after position (`rows[i]`, `columns[i]`).
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, segments: Tensor, predecessors: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob of `targets[i]` as the token after flat position `predecessors[i]`; see `MicroBatch` for the arguments.
 
         Args:
-            input_ids: int64 [B, L], padded on the right.
-            rows, columns, targets: int64 [N].
+            input_ids, position_ids: int64 [B, L], padded on the right.
+            segments: int64 [S, 3].
+            predecessors, targets: int64 [N].
 
         Returns:
             float32 [N] log-probs with gradient, float32 [N] entropies.
         """
         # Right padding under causal attention needs no mask: no real token sees what comes after it.
-        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return self.head_logprobs(hidden[rows, columns], targets)  # type: ignore[no-any-return]
+        hidden = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return self.head_logprobs(hidden.flatten(0, 1)[predecessors], targets)  # type: ignore[no-any-return]
 
 
 class _Rounded(torch.autograd.Function):
@@ -124,8 +127,8 @@ def check_head(policy: PolicyModule) -> None:
     """
     vocab = policy.lm.get_output_embeddings().weight.shape[0]
     ids = torch.arange(12).reshape(1, 12) * 7 % vocab
-    columns = torch.arange(11)
-    ours, _ = policy(ids, torch.zeros(11, dtype=torch.int64), columns, ids[0, 1:])
+    rows = torch.empty((0, 3), dtype=torch.int64)
+    ours, _ = policy(ids, torch.arange(12)[None], rows, torch.arange(11), ids[0, 1:])
     logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1]
     log_p = torch.log_softmax(logits.float() / policy.head_logprobs.temperature, dim=-1)
     theirs = log_p.gather(1, ids[0, 1:, None]).squeeze(1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from anabranch.kernels.corrections import LOG_RATIO_LIMIT, dppo_tv, log_ratio, policy_gradient, ppo_clip, veto
+from tests.unit.kernels.token_samples import tokens
 
 
 def t(*values: float, grad: bool = False) -> torch.Tensor:
@@ -80,12 +81,10 @@ def test_log_ratio_stays_finite_for_absurd_inputs():
     assert log_ratio(t(0.0, -1e6), t(-1e6, 0.0)).tolist() == [LOG_RATIO_LIMIT, -LOG_RATIO_LIMIT]
 
 
-def test_veto_takes_the_whole_trajectory_and_ignores_padding():
-    behaviour = torch.zeros(4, 3, dtype=torch.float64) - 10
+def test_veto_takes_the_whole_trajectory():
+    behaviour = torch.zeros(8, dtype=torch.float64) - 10
     ell = behaviour.clone()
-    ell[1, 2] += math.log(101)  # above 100
-    ell[2, 0] += math.log(0.9e-4)  # below 1e-4
-    ell[3, 2] += 15.0  # far out, but padding
-    mask = torch.ones(4, 3, dtype=torch.bool)
-    mask[3, 2] = False
-    assert veto(ell, behaviour, mask, low=1e-4, high=100.0).tolist() == [False, True, True, False]
+    ell[4] += math.log(101)  # above 100
+    ell[5] += math.log(0.9e-4)  # below 1e-4
+    of = tokens(ell, behaviour, lengths=[3, 2, 2, 1])
+    assert veto(of, low=1e-4, high=100.0).tolist() == [False, True, True, False]

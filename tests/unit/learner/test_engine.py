@@ -12,7 +12,7 @@ from anabranch.kernels.diagnostics import DiagnosticSums
 from anabranch.learner.batch import build_batch
 from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.policy import PolicyModule, load_model
-from anabranch.learner.step import MicroBatch, plan_step
+from anabranch.learner.step import microbatch_loss, plan_step
 from anabranch.schemas.config import CorrectionSection, LearnerSection
 from anabranch.schemas.errors import AnabranchError, ConfigError
 from anabranch.schemas.trajectory import Group
@@ -41,16 +41,15 @@ def reference_run(model_dir: Path, batches: list, *, dtype: torch.dtype, compute
     optimizer = torch.optim.AdamW(masters.values(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     served = dict(policy.lm.named_parameters())
     for batch in batches:
-        plan = plan_step(batch, NO_VETO, budget_tokens=64, ranks=1, max_tokens=None)
+        (share,) = plan_step(batch, NO_VETO, budget_tokens=64, ranks=1, max_tokens=None)
         for p in masters.values():
             p.grad = torch.zeros_like(p)
         with torch.no_grad():
             for name, p in served.items():
                 p.copy_(masters[name].to(dtype))
-        for rows in plan.microbatches[0]:
-            micro = MicroBatch.take(batch, plan, rows, torch.device("cpu"))
-            logprobs, entropy = policy(micro.input_ids, micro.rows, micro.columns, micro.targets)
-            micro.loss(logprobs, entropy, NO_VETO, DiagnosticSums()).backward()
+        for micro in share.microbatches:
+            logprobs, entropy = policy(*micro.model_inputs(torch.device("cpu")))
+            microbatch_loss(micro, logprobs, entropy, NO_VETO, DiagnosticSums()).backward()
             for name, p in served.items():
                 masters[name].grad += p.grad.float()
                 p.grad = None
@@ -141,8 +140,9 @@ def _as_sampled_by(policy: PolicyModule, group: Group) -> Group:
     rollouts = []
     for rollout in group.rollouts:
         ids = torch.from_numpy(np.concatenate([group.prompt_token_ids, rollout.token_ids]).astype(np.int64))[None]
-        columns = torch.arange(len(group.prompt_token_ids) - 1, ids.shape[1] - 1)
-        logprobs, _ = policy(ids, torch.zeros_like(columns), columns, ids[0, columns + 1])
+        places = torch.arange(len(group.prompt_token_ids) - 1, ids.shape[1] - 1)
+        one_row = torch.empty((0, 3), dtype=torch.int64)
+        logprobs, _ = policy(ids, torch.arange(ids.shape[1])[None], one_row, places, ids[0, places + 1])
         rollouts.append(replace(rollout, logprobs=logprobs.numpy(), spans=(VersionSpan(NOW, 0),)))
     return replace(group, rollouts=tuple(rollouts))
 
@@ -242,5 +242,5 @@ def test_a_step_says_that_it_lives_before_every_microbatch(model_dir: Path):
     engine = LearnerEngine(model_dir, section, NO_VETO, run_seed=0, temperature=1.0, heartbeat=lambda: beats.append(1))
     batch = make_batch()
     engine.train_step(batch)
-    microbatches = plan_step(batch, NO_VETO, budget_tokens=64, ranks=1, max_tokens=None).microbatches[0]
+    microbatches = plan_step(batch, NO_VETO, budget_tokens=64, ranks=1, max_tokens=None)[0].microbatches
     assert len(beats) >= len(microbatches) > 1

@@ -1,10 +1,13 @@
 """The arithmetic of a step, with a bigram table in the place of the model."""
 
+from dataclasses import fields
+
+import numpy as np
 import pytest
 import torch
 
 from anabranch.kernels.diagnostics import DiagnosticSums
-from anabranch.learner.step import MicroBatch, plan_step
+from anabranch.learner.step import StepShare, microbatch_loss, plan_step
 from anabranch.schemas.config import CorrectionSection
 from tests.unit.learner.conftest import VOCAB, make_batch
 
@@ -24,14 +27,14 @@ def run(
     weights = table()
     plan = plan_step(batch, correction, budget_tokens=budget, ranks=ranks, max_tokens=max_tokens)
     sums = DiagnosticSums()
-    for rank in plan.microbatches:
-        for rows in rank:
-            micro = MicroBatch.take(batch, plan, rows, CPU)
-            log_p = torch.log_softmax(weights[micro.input_ids[micro.rows, micro.columns]], dim=-1)
-            logprobs = log_p.gather(1, micro.targets[:, None]).squeeze(1)
+    for share in plan:
+        for micro in share.microbatches:
+            input_ids, _, _, predecessors, targets = micro.model_inputs(CPU)
+            log_p = torch.log_softmax(weights[input_ids.flatten()[predecessors]], dim=-1)
+            logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
             entropy = -(log_p.exp() * log_p).sum(-1).detach()
-            micro.loss(logprobs, entropy, correction, sums).backward()
-    diagnostics, loss = sums.finish(total_mass=plan.total_mass)
+            microbatch_loss(micro, logprobs, entropy, correction, sums).backward()
+    diagnostics, loss = sums.finish(total_mass=plan[0].facts.total_mass)
     return loss, weights.grad, diagnostics
 
 
@@ -83,8 +86,8 @@ def test_groups_of_equal_rewards_skip_the_forward_pass_and_keep_their_place_in_t
     flat = mixed.group == 1
     mixed.rewards[flat] = 1.0
     plan = plan_step(mixed, CORRECTION, budget_tokens=64, ranks=1, max_tokens=None)
-    assert plan.zero_variance_groups == (1,)
-    forwarded = sorted(row for micro in plan.microbatches[0] for row in micro)
+    assert plan[0].facts.zero_variance_groups == (1,)
+    forwarded = sorted(row for micro in plan[0].microbatches for row in micro.rollouts.tolist())
     assert forwarded == [row for row in range(len(flat)) if not flat[row]]
     _, grad, diagnostics = run(mixed, budget=64)
     _, alone, _ = run(scored, budget=64)
@@ -101,15 +104,14 @@ def test_a_batch_of_equal_rewards_throughout_is_a_step_with_zero_gradient(ranks)
     assert diagnostics.tokens == 0
 
 
-def test_every_completion_token_is_predicted_from_its_predecessor():
+def test_a_share_survives_the_way_to_its_rank_and_says_no_more_than_its_own():
     batch = make_batch()
-    plan = plan_step(batch, CORRECTION, budget_tokens=10**6, ranks=1, max_tokens=None)
-    (rows,) = plan.microbatches[0]
-    micro = MicroBatch.take(batch, plan, rows, CPU)
-    for i, row in enumerate(rows):
-        mine = micro.rows == i
-        start, length = int(batch.prompt_lengths[row]), int(batch.lengths[row])
-        assert micro.columns[mine].tolist() == list(range(start - 1, start + length - 1))
-        assert micro.targets[mine].tolist() == batch.token_ids[row, start : start + length].tolist()
-        assert micro.offsets[mine].tolist() == list(range(length))
-        assert int(micro.mask[i].sum()) == length
+    shares = plan_step(batch, CORRECTION, budget_tokens=48, ranks=3, max_tokens=None)
+    rows = [row for share in shares for micro in share.microbatches if micro.real for row in micro.rollouts.tolist()]
+    assert sorted(rows) == list(range(len(batch.rewards)))
+    for share in shares:
+        there = StepShare.from_bytes(share.to_bytes())
+        assert there.facts == share.facts
+        for a, b in zip(there.microbatches, share.microbatches, strict=True):
+            for field in fields(a):
+                np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name))
