@@ -61,7 +61,10 @@ class SpoolSection(Section):
         "(appendfsync everysec: 2 s)",
     )
     full_deadline_s: float = Field(
-        3_600.0, gt=0, description="how long a full spool, or a full disk under it, is waited for before exit 75"
+        3_600.0,
+        gt=0,
+        description="how long a full spool, a full disk under it, or a region that takes nothing while no group is finished either, "
+        "is waited for before exit 75",
     )
 
 

@@ -1,4 +1,4 @@
-"""`[learner]` and `[correction]`: the optimizer's side of a run. Held by tests/unit/schemas/test_config.py."""
+"""`[learner]`: the optimizer's side of a run. Held by tests/unit/schemas/test_config.py."""
 
 from __future__ import annotations
 
@@ -8,44 +8,6 @@ from pydantic import Field, field_validator, model_validator
 
 from anabranch.schemas.config import learner_rules
 from anabranch.schemas.config.section import Dtype, Section
-
-Objective = Literal["dppo_tv", "grpo", "dr_grpo", "none"]
-
-# What an objective's paper pairs it with: used for the keys that the user leaves out.
-_OBJECTIVE_DEFAULTS: dict[str, dict[str, str | float]] = {
-    "dppo_tv": {"advantage": "dr_grpo", "aggregation": "token_mean", "penalty": 1e-3},
-    "grpo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "penalty": 0.0},
-    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "constant", "penalty": 0.0},
-    "none": {"advantage": "dr_grpo", "aggregation": "token_mean", "penalty": 0.0},
-}
-
-
-class CorrectionSection(Section):
-    """Off-policy correction, see docs/staleness.md. `grpo` and `dr_grpo` share one clipped objective; they differ in
-    the defaults of advantage, aggregation and penalty (as do the others: `_OBJECTIVE_DEFAULTS`)."""
-
-    objective: Objective = "dppo_tv"
-    max_age: int = Field(
-        8, ge=0, description="hard bound: a group with an older token never reaches the loss; 0 is synchronous"
-    )
-    tau: float = Field(0.2, gt=0, description="dppo_tv: trust region on the probability difference")
-    ratio_cap: float = Field(20.0, gt=0, description="dppo_tv: cap on the importance ratio")
-    penalty: float = Field(
-        1e-3, ge=0, description="weight of the d² penalty; default 0 for objectives other than dppo_tv"
-    )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="grpo, dr_grpo: lower clip")
-    clip_high: float = Field(0.28, gt=0, description="grpo, dr_grpo: upper clip")
-    veto_low: float = Field(1e-4, ge=0, description="a trajectory with any ratio below is dropped from the loss")
-    veto_high: float = Field(100.0, gt=1, description="a trajectory with any ratio above is dropped from the loss")
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "dr_grpo"
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_the_objective(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return _OBJECTIVE_DEFAULTS.get(str(values.get("objective", "dppo_tv")), {}) | values
 
 
 class LearnerSection(Section):
@@ -58,11 +20,33 @@ class LearnerSection(Section):
     )
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(32, ge=1, description="B: groups consumed by one optimizer step")
-    micro_batch_tokens: int = Field(8192, ge=16, description="padded tokens of one forward pass")
+    updates_per_step: int = Field(
+        1,
+        ge=1,
+        description="optimizer updates of one step, each on an equal part of its groups; a step is one policy version",
+    )
+    micro_batch_tokens: int = Field(8192, ge=16, description="tokens of one forward pass")
+    packing: bool = Field(
+        True,
+        description="rollouts share a row without padding, attending to themselves alone; false: one padded row each",
+    )
+    share_prompts: bool = Field(
+        True, description="with packing: a group's prompt is computed once for all its rollouts"
+    )
+    attention: Literal["auto", "sdpa", "flex", "flash"] = Field(
+        "auto", description="of packed rows; auto: flash where installed and on a GPU, else sdpa"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
+    )
     world_size: int = Field(1, ge=1, le=64)
     zero_stage: Literal[0, 1, 2, 3] = 1
     lr: float = Field(1e-5, ge=0)
     warmup_steps: int = Field(0, ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="after the warm-up, until `steps`"
+    )
+    lr_end_ratio: float = Field(0.1, ge=0, le=1, description="of lr, at the last step of a linear or cosine schedule")
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -70,7 +54,12 @@ class LearnerSection(Section):
     checkpoint_every: int = Field(
         20, ge=1, description="steps between durable checkpoints; entries are acknowledged after one"
     )
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, description="newest complete ones that are kept")
+    keep_every: int = Field(0, ge=0, description="checkpoints of every so many steps are kept for good; 0: none")
+    background_checkpoints: bool = Field(
+        True,
+        description="a checkpoint is made durable while the next steps run; its entries are acknowledged after that",
+    )
     batch_deadline_s: float = Field(600.0, gt=0, description="how long a step waits for its batch before exit 75")
     evaluate: bool = Field(True, description="held-out evaluation before the first and after the last step")
     evaluate_deadline_s: float = Field(300.0, gt=0)

@@ -13,8 +13,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from anabranch.schemas.config.channel import ChannelSection
+from anabranch.schemas.config.correction import CorrectionSection, GateSection
 from anabranch.schemas.config.delivery import LedgerSection, RecorderSection, SpoolSection, StreamSection
-from anabranch.schemas.config.learner import CorrectionSection, LearnerSection
+from anabranch.schemas.config.learner import LearnerSection
 from anabranch.schemas.config.section import Dtype, Section
 from anabranch.schemas.errors import UnsafeSamplingError, redact_url
 
@@ -179,6 +180,7 @@ class RunConfig(Section):
     producer: ProducerSection = Field(default_factory=ProducerSection)
     learner: LearnerSection = Field(default_factory=LearnerSection)
     correction: CorrectionSection = Field(default_factory=CorrectionSection)
+    gates: GateSection = Field(default_factory=GateSection)
     channel: ChannelSection = Field(default_factory=ChannelSection)
     stream: StreamSection = Field(default_factory=StreamSection)
     spool: SpoolSection = Field(default_factory=SpoolSection)
