@@ -2,9 +2,11 @@
 
 Invariant: after `put` returned, the group is in the spool, or, while the disk is full, kept in memory and tried again once a
 second with an alarm in the log; it leaves the spool only when the learner has settled it for good. `put` waits for no
-network. What a process leaves in its spool is sent by the next one, or by a neighbour. A group that no entry can hold ends
+network, and nothing waits without end: neither for room, nor for the region (`check`). What a process leaves in its
+spool is sent by the next one, or by a neighbour. A group that no entry can hold ends
 the process with ConfigError (exit 78): whoever samples it next would fail likewise.
-Held by tests/unit/producers/test_outbox.py and tests/process/test_spool_kills.py.
+Held by tests/unit/producers/test_outbox.py, test_outbox_room.py, test_outbox_region.py, test_outbox_threads.py beside it and
+tests/process/test_spool_kills.py.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable
 
 import structlog
 
+from anabranch.producers.append_wait import AppendWait
 from anabranch.producers.sender import Sender
 from anabranch.producers.spool import OVERHEAD
 from anabranch.producers.spool_room import Room, RoomAlarm
@@ -67,6 +70,7 @@ class Outbox:
         self._slot = slots.claim()
         self._spool = self._slot.spool
         self._alarm = RoomAlarm(self._slot.folder, deadline_s=section.full_deadline_s, clock=clock)
+        self._append_wait = AppendWait(region, self._slot.folder, deadline_s=section.full_deadline_s, clock=clock)
         self._lock = threading.RLock()  # over the four below and the order of writes
         self._unwritten: deque[tuple[int, bytes]] = deque()
         self._stored: list[int] = []
@@ -161,17 +165,23 @@ class Outbox:
         """What somebody who looks at an idle producer should know; "" if nothing is wrong."""
         if self._alarm.waiting_for:
             return self._alarm.waiting_for
-        return f"region {self._region}: {len(self)} groups to append" if self.sender.error else ""
+        count = len(self)
+        return f"region {self._region}: {count} groups to append" if self.sender.error and count else ""
 
     def check(self) -> None:
         """Raises:
-        DeadlineError: no room in the spool, or on its disk, for spool.full_deadline_s.
+        DeadlineError: no room in the spool, or on its disk, for spool.full_deadline_s; or groups that wait for the region
+            so long, while it takes none and none is finished.
         AnabranchError: what a thread of the outbox died of, such as refused credentials.
         """
         for thread in self._threads:
             if thread.failure is not None:
                 raise thread.failure
         self._alarm.check()
+        spooled, taken, unwritten = self._spool.next_seq, self.sender.courier.next_seq, len(self._unwritten)
+        self._append_wait.check(
+            self.sender.error, finished=spooled + unwritten, taken=taken, waiting=spooled - taken + unwritten
+        )
 
     def keep(self) -> float:
         """What is to be done on the disk now and then; returns after how many seconds again."""

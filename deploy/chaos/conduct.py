@@ -35,7 +35,7 @@ def deadline_s(wait: Wait, config: RunConfig) -> float:
     """How long this wait may last by the configuration."""
     if wait.who == "learner" and "group" in wait.what:
         return config.learner.batch_deadline_s
-    if "spool" in wait.what or "disk" in wait.what:
+    if any(word in wait.what for word in ("spool", "disk", "to append")):  # as producers/outbox.py says it
         return config.spool.full_deadline_s
     return max(config.channel.connect_deadline_s, config.learner.batch_deadline_s)
 

@@ -27,6 +27,7 @@ BEFORE_S = 30.0  # steps per minute are counted over so long before and after th
 DRAIN_DEADLINE_S = 180.0
 SAY_EVERY_S = 5.0
 RESUME_TARGET_S = 5.0
+SPARE_S = 120.0  # a producer waits so much longer for its region than the cut is meant to last
 _AWAY = (redis.RedisError, OSError)
 
 
@@ -34,6 +35,7 @@ class Outage(ABC):
     """Before, during, after: what both scenarios share."""
 
     name = "outage"
+    overrides: Sequence[str] = ()
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -122,6 +124,7 @@ class CutOff(Outage):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
+        self.overrides = (f"spool.full_deadline_s={seconds + SPARE_S}",)
         self.waited: dict[str, set[Identity]] = {}  # where -> what had no end when the region came back
         self._frozen: int | None = None
         self._cut = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from anabranch.deploy import topology
@@ -41,14 +42,17 @@ OVERRIDES = (
 
 
 class Place:
-    """Files and addresses of one run under `directory`. Secrets are made here and stand in environments and 0600 files."""
+    """Files and addresses of one run under `directory`. Secrets are made here and stand in environments and 0600 files.
+    `overrides`: of the scenario, over `OVERRIDES`."""
 
-    def __init__(self, directory: Path, sites: Sites, *, temporary: Path, model: Path, seed: int) -> None:
+    def __init__(
+        self, directory: Path, sites: Sites, *, temporary: Path, model: Path, seed: int, overrides: Sequence[str] = ()
+    ) -> None:
         self.directory, self.sites, self.temporary = directory, sites, temporary
         self.disks = directory / "disks"
         self.passwords = {name: secrets.token_urlsafe(18) for name in sites.names}
         self.faketime = faketime_library()
-        self.config = _config(directory, sites, model, seed)
+        self.config = _config(directory, sites, model, seed, overrides)
         self.clocks = {name: temporary / f"{name}.clock" for name in (*self.servers, *self.clients)}
         self.config_file = directory / "config.toml"
 
@@ -159,7 +163,7 @@ def faketime_library() -> Path | None:
     return None
 
 
-def _config(directory: Path, sites: Sites, model: Path, seed: int) -> RunConfig:
+def _config(directory: Path, sites: Sites, model: Path, seed: int, overrides: Sequence[str]) -> RunConfig:
     import json
 
     preset = (Path(topology.__file__).resolve().parent / "presets" / "tiny.toml").read_text(encoding="utf-8")
@@ -167,4 +171,4 @@ def _config(directory: Path, sites: Sites, model: Path, seed: int) -> RunConfig:
     more = [f"regions.{region}.url=redis://127.0.0.1:{PORT}/0" for region in sites.regions]
     more += [f"run.name={RUN}", f"run.seed={seed}", f"model.path={json.dumps(str(model))}"]
     more += [f"run.dir={json.dumps(str(directory / 'disks' / 'run'))}"]
-    return load_config(beneath=preset, overrides=[*OVERRIDES, *more])
+    return load_config(beneath=preset, overrides=[*OVERRIDES, *overrides, *more])

@@ -84,7 +84,10 @@ class _Chaos:
             temporary = supervisor.folder("anabranch-")
             cache = topology.cache_directory(os.environ)
             supervisor.environment = topology.common_environment(os.environ, temporary=temporary, cache=cache)
-            self._place = Place(self._directory, sites, temporary=temporary, model=model, seed=self._options.seed)
+            self._place = Place(
+                self._directory, sites, temporary=temporary, model=model, seed=self._options.seed,
+                overrides=self._scenario.overrides,
+            )  # fmt: skip
             outcome = self._phases()
             if self._collected is None:
                 self._collect()

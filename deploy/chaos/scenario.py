@@ -24,6 +24,7 @@ SAY_EVERY_S = 5.0
 class Scenario(Protocol):
     name: str
     deadline_s: float
+    overrides: Sequence[str]  # of the configuration, over those of every chaos run
 
     def begin(self, lab: Lab) -> None: ...
     def turn(self, lab: Lab) -> bool:
@@ -45,6 +46,7 @@ class RandomFaults:
     """Faults by plan, as many at once as `MOST_AT_ONCE`; then calm: nothing happens until some more steps are made."""
 
     name = "random"
+    overrides: Sequence[str] = ()
 
     def __init__(self, plans: Sequence[FaultPlan], *, seconds_between: float) -> None:
         self.plans, self.faults = list(plans), list[Fault]()

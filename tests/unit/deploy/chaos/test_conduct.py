@@ -32,6 +32,13 @@ def test_waits() -> None:
     assert conduct.waits_check([], CONFIG).ok
 
 
+def test_a_region_is_waited_for_as_long_as_a_full_spool() -> None:
+    config = RunConfig.model_validate({"spool": {"full_deadline_s": 1000.0}})
+    for what in ("region east: N groups to append", "room in the spool (/spool/east/N)", "the disk to take the writes"):
+        assert conduct.waits_check([Wait("east", what, 1000)], config).ok
+        assert not conduct.waits_check([Wait("east", what, 1016)], config).ok
+
+
 def test_faults_that_did_not_heal() -> None:
     plans = draw(faults=3, seed=1, seconds_between=1.0, regions=("east",), kinds=choose(()))
     faults = [make(plan) for plan in plans]

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from anabranch.deploy.chaos.evidence import FateLine, Identity
-from anabranch.deploy.chaos.outages import CutOff, ends_of
+from anabranch.deploy.chaos.outages import CutOff, OutOfMemory, ends_of
+from anabranch.schemas.config import load_config
 
 
 def test_what_waited_is_followed_to_its_end() -> None:
@@ -18,3 +19,9 @@ def test_steps_per_minute_of_each_part() -> None:
     assert cut.per_minute(steps, 0.0, 10.0) == 18.0
     assert cut.per_minute(steps, 10.0, 30.0) == 6.0
     assert cut.per_minute(steps, 30.0, 30.0) == 0.0
+
+
+def test_a_producer_waits_for_its_region_longer_than_the_cut_lasts() -> None:
+    for seconds in (20.0, 300.0, 4000.0):
+        assert load_config(overrides=CutOff(seconds).overrides).spool.full_deadline_s >= seconds + 120
+    assert not OutOfMemory(60.0).overrides
