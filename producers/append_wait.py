@@ -36,5 +36,5 @@ class AppendWait:
         if mark != self._mark:
             self._mark, self._since_s = mark, now
         if now - self._since_s > self._deadline_s:
-            what = f"region {self._region} to take {waiting} {'group' if waiting == 1 else 'groups'}"
-            raise DeadlineError.waiting_for(f"{what} (spool {self._folder})", now - self._since_s, error)
+            what = f"region {self._region} to take {waiting} group(s) (spool {self._folder})"
+            raise DeadlineError.waiting_for(what, now - self._since_s, error)

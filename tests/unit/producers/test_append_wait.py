@@ -25,7 +25,7 @@ def test_it_ends_with_what_was_waited_for_and_why() -> None:
     with pytest.raises(DeadlineError) as caught:
         lab.after(1)
     assert str(caught.value) == (
-        "gave up after 51.0 s waiting for region east to take 2 groups (spool /spool/east/00); away"
+        "gave up after 51.0 s waiting for region east to take 2 group(s) (spool /spool/east/00); away"
     )
 
 

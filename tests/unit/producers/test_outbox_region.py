@@ -31,7 +31,7 @@ def test_it_is_held_up_while_the_stream_takes_nothing_and_a_round_of_groups_wait
     assert not lab.outbox.held_up, "one group waits"
 
 
-AWAY = r"gave up after 10\d\.\d s waiting for region east to take 2 groups \(spool .*east/00\); the region cannot"
+AWAY = r"gave up after 10\d\.\d s waiting for region east to take 2 group\(s\) \(spool .*east/00\); the region cannot"
 
 
 def test_a_region_that_takes_nothing_is_waited_for_up_to_the_deadline(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_region_out_of_memory_is_waited_for_likewise(tmp_path: Path) -> None:
     lab.outbox.put(group(0))
     lab.watch(99)
     assert lab.outbox.accepts
-    with pytest.raises(DeadlineError, match=r"waiting for region east to take 1 group \(.*the region is full"):
+    with pytest.raises(DeadlineError, match=r"waiting for region east to take 1 group\(s\) \(.*the region is full"):
         lab.watch(5)
 
 
