@@ -79,6 +79,8 @@ def collect(lab: Lab, exits: Exits, scenario: Scenario) -> Ending:
     ]
     if steps:
         evidence.consumed_by_steps = steps[-1] * lab.place.config.learner.groups_per_step
+    for wait in scenario.waits(lab):
+        lab.monitor.watch.waits.add(wait)
     config = lab.place.config
     checks = [
         *judge(evidence),

@@ -18,8 +18,10 @@ import redis
 
 from anabranch.deploy.chaos.evidence import FateLine, Identity, flat, read_books, read_fate_lines, read_spools
 from anabranch.deploy.chaos.lab import Lab
+from anabranch.deploy.chaos.log_waits import append_waits
 from anabranch.deploy.chaos.place_faults import NO_MEMORY, set_memory
 from anabranch.deploy.chaos.verdict import Check
+from anabranch.deploy.chaos.waits import Wait
 from anabranch.schemas.errors import WireError
 from anabranch.schemas.trajectory import decode_group
 
@@ -27,6 +29,7 @@ BEFORE_S = 30.0  # steps per minute are counted over so long before and after th
 DRAIN_DEADLINE_S = 180.0
 SAY_EVERY_S = 5.0
 RESUME_TARGET_S = 5.0
+SEEN_LATE_S = 10.0  # how much later than it stops a Redis is missed: the socket's time-out, and two busy cores
 SPARE_S = 120.0  # a producer waits so much longer for its region than the cut is meant to last
 _AWAY = (redis.RedisError, OSError)
 
@@ -90,6 +93,9 @@ class Outage(ABC):
         windows += [("until drained", self.back_s, self.quiet_s), ("after", self.quiet_s, self.over_s)]
         return [(name, f"{self.per_minute(steps, a, b):.0f}") for name, a, b in windows if b > a]
 
+    def waits(self, lab: Lab) -> list[Wait]:
+        return []
+
     def say(self, lab: Lab | None, phase: str, out: TextIO) -> None:
         now = time.monotonic()
         if not phase and now < self._said + SAY_EVERY_S:
@@ -126,7 +132,7 @@ class CutOff(Outage):
         super().__init__(seconds)
         self.overrides = (f"spool.full_deadline_s={seconds + SPARE_S}",)
         self.waited: dict[str, set[Identity]] = {}  # where -> what had no end when the region came back
-        self._frozen: int | None = None
+        self.region = ""  # until it is cut
         self._cut = False
         self.tables = {}
 
@@ -171,8 +177,13 @@ class CutOff(Outage):
         if child.pid is not None:
             os.kill(child.pid, number)
 
+    def waits(self, lab: Lab) -> list[Wait]:
+        """The region's producer cannot tell the hub."""
+        return append_waits(lab.place.directory / "logs" / f"producer-{self.region}.log", self.region)
+
     def checks(self, lab: Lab) -> list[Check]:
         lines, _ = read_fate_lines(lab.place.run_directory / "fates")
+        waited_s = max((wait.seconds for wait in self.waits(lab)), default=0.0)
         during = [when for when in lab.monitor.watch.steps if self.out_s < when <= self.back_s]
         drained = f"{self.quiet_s - self.back_s:.1f} s" if self.quiet_s else "not"
         rows: list[tuple[str, ...]] = [
@@ -190,6 +201,11 @@ class CutOff(Outage):
         total = len(self.backlog)
         return [
             Check("the learner went on with the others", len(during) >= self.seconds / 10, f"{len(during)} steps"),
+            Check(
+                "its producer waited for the region all the while",
+                waited_s > self.seconds - SEEN_LATE_S,
+                f"{waited_s:.0f} s",
+            ),
             Check("what waited in the region has ended", not unended, f"{total} waited, {unended} have no end"),
         ]
 

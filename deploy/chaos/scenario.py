@@ -14,6 +14,7 @@ from anabranch.deploy.chaos.fault import Fault, FaultPlan, Phase
 from anabranch.deploy.chaos.lab import Lab
 from anabranch.deploy.chaos.schedule import make
 from anabranch.deploy.chaos.verdict import Check
+from anabranch.deploy.chaos.waits import Wait
 
 MOST_AT_ONCE = 6
 CALM_STEPS = 10
@@ -36,6 +37,10 @@ class Scenario(Protocol):
         ...
 
     def say(self, lab: Lab | None, phase: str, out: TextIO) -> None: ...
+    def waits(self, lab: Lab) -> list[Wait]:
+        """Those that no status on the hub could show."""
+        ...
+
     def checks(self, lab: Lab) -> list[Check]: ...
     def facts(self) -> dict[str, Any]:
         """For the report, as JSON."""
@@ -121,6 +126,9 @@ class RandomFaults:
             + (f" | {'; '.join(open_faults)}" if open_faults else ""),
             file=out, flush=True,
         )  # fmt: skip
+
+    def waits(self, lab: Lab) -> list[Wait]:
+        return []
 
     def checks(self, lab: Lab) -> list[Check]:
         from anabranch.deploy.chaos.conduct import faults_check, steps_check

@@ -44,6 +44,11 @@ class Waits:
             key = (who, what)
             self.longest[key] = max(self.longest.get(key, 0.0), now - held[1])
 
+    def add(self, wait: Wait) -> None:
+        """One that was seen in another way."""
+        key = (wait.who, wait.what)
+        self.longest[key] = max(self.longest.get(key, 0.0), wait.seconds)
+
     def worst(self) -> list[Wait]:
         """Longest first."""
         return sorted((Wait(who, what, s) for (who, what), s in self.longest.items()), key=lambda w: -w.seconds)

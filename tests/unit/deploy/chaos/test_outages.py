@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 from anabranch.deploy.chaos.evidence import FateLine, Identity
 from anabranch.deploy.chaos.outages import CutOff, OutOfMemory, ends_of
 from anabranch.schemas.config import load_config
@@ -25,3 +28,8 @@ def test_a_producer_waits_for_its_region_longer_than_the_cut_lasts() -> None:
     for seconds in (20.0, 300.0, 4000.0):
         assert load_config(overrides=CutOff(seconds).overrides).spool.full_deadline_s >= seconds + 120
     assert not OutOfMemory(60.0).overrides
+
+
+def test_a_run_that_ended_before_the_cut_has_seen_no_wait(tmp_path: Path) -> None:
+    lab = SimpleNamespace(place=SimpleNamespace(directory=tmp_path))
+    assert CutOff(300.0).waits(lab) == []  # type: ignore[arg-type]
