@@ -2,9 +2,9 @@
 
 Invariant: an entry is acknowledged to the recorder's group only after the file that holds it is durable; entries
 delivered again after a crash are recognised on disk, and a group that comes again under another entry id (a server that
-forgot it, a copy) by its producer and seq, of which the newest `REMEMBERED` of a region are known. A region that is away, or a full disk, never stops the other
-regions, and never the learner (whose group is another). Held by tests/unit/consumers/test_recorder.py and
-tests/process/.
+forgot it, a copy) by its producer and seq, of which the newest `REMEMBERED` of a region are known. A region that is away or refuses us, or a full disk, never stops the
+other regions, and never the learner (whose group is another); when all regions refuse us, it ends. Held by
+tests/unit/consumers/test_recorder.py, tests/unit/consumers/test_recorder_outages.py and tests/process/test_record_command.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from anabranch.consumers.parquet_writer import (
 )
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.envelope import open_envelope
-from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError, TemporaryError, WireError
+from anabranch.schemas.errors import (
+    AnabranchError,
+    BackpressureError,
+    DeadlineError,
+    StreamUnavailableError,
+    TemporaryError,
+    WireError,
+)
 from anabranch.schemas.keys import RECORDER_GROUP
 from anabranch.schemas.trajectory import read_batch
 from anabranch.transport.log import setup_logging
@@ -38,8 +45,9 @@ from anabranch.transport.wiring import connect_hub, connect_regions
 CONSUMER = "recorder-0"
 QUIET_POLLS_TO_END = 3
 RETRY_S = 2.0
+REFUSED_S = 30.0  # a person must mend that, and the server logs each refusal
 REMEMBERED = 20_000  # groups of a region; far more than a server can forget in its last second
-NOT_NOW = (StreamUnavailableError, BackpressureError, OSError)  # a region is away or takes no writes; our disk is full
+NOT_NOW = (StreamUnavailableError, BackpressureError)  # a region is away or takes no writes
 
 
 @dataclass(slots=True)
@@ -53,6 +61,7 @@ class _Region:
     since_s: float = 0.0
     retry_at_s: float = 0.0
     error: str = ""  # of the last attempt, if it failed
+    refused: AnabranchError | None = None  # that attempt's error, if a person must mend it
     known: dict[Name, None] = field(default_factory=dict)  # buffered or on disk, oldest first
 
 
@@ -74,7 +83,10 @@ class Recorder:
             region.known = dict.fromkeys(newest_names(directory, region.name, REMEMBERED))
 
     def poll(self) -> int:
-        """One round: read what is new, write the files that are due. Returns how many entries were read."""
+        """One round: read what is new, write the files that are due. Returns how many entries were read.
+
+        Raises AnabranchError: every region refuses us (credentials, a key of the wrong type); names each.
+        """
         entries = 0
         due_regions = [r for r in self._regions if self._clock() >= r.retry_at_s]
         if not due_regions:
@@ -85,14 +97,25 @@ class Recorder:
                 due = self._clock() - region.since_s >= self._config.recorder.seconds_per_file
                 if region.rows >= self._config.recorder.rows_per_file or ((region.buffer or region.skipped) and due):
                     self._write(region)
-            except NOT_NOW as error:
-                if region.error != str(error):  # else it was told
-                    self._log.warning("recording paused", region=region.name, error=str(error), retry_s=RETRY_S)
-                region.retry_at_s = self._clock() + RETRY_S
-                region.error = str(error)
+            except (AnabranchError, OSError) as error:  # OSError: our disk is full
+                self._pause(region, error)
             else:
-                region.error = ""
+                region.error, region.refused = "", None
+        refused = [r.refused for r in self._regions if r.refused is not None]
+        if refused and len(refused) == len(self._regions):
+            kinds = {type(error) for error in refused}
+            kind = kinds.pop() if len(kinds) == 1 else AnabranchError
+            raise kind("; ".join(f"region {r.name}: {r.error}" for r in self._regions)) from refused[0]
         return entries
+
+    def _pause(self, region: _Region, error: AnabranchError | OSError) -> None:
+        refused = isinstance(error, AnabranchError) and not isinstance(error, NOT_NOW)
+        region.refused = error if refused else None
+        pause_s = REFUSED_S if refused else RETRY_S
+        if region.error != str(error):  # else it was told
+            tell = self._log.error if refused else self._log.warning
+            tell("recording paused", region=region.name, error=str(error), retry_s=pause_s)
+        region.retry_at_s, region.error = self._clock() + pause_s, str(error)
 
     def paused(self) -> dict[str, str]:
         """Region -> why, for those whose last attempt failed."""
@@ -105,7 +128,7 @@ class Recorder:
         for region in self._regions:
             try:
                 self._write(region)
-            except NOT_NOW as error:
+            except (AnabranchError, OSError) as error:
                 failed.append(f"region {region.name}: {error}")
         if failed:
             raise TemporaryError(f"not everything is recorded: {'; '.join(failed)}")
