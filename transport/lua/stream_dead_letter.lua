@@ -9,6 +9,7 @@ end
 if #pending == 0 then
   return 0
 end
+try_books(ARGV[4])
 local letter = {'cause', ARGV[3], 'by', ARGV[1], 'id', ARGV[2]}
 local entry = redis.call('XRANGE', STREAM, ARGV[2], ARGV[2])
 local fields = entry[1] and entry[1][2] or {}

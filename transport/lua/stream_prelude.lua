@@ -27,6 +27,18 @@ local function note_fate(id, fate)
   count(fate, 1)
 end
 
+-- Ends the script, before it has written anything, if a fate could not be booked: one of the keys is of another type, or a
+-- count is no number. What is acknowledged and not booked never would be.
+local function try_books(fate)
+  redis.call('ZCARD', OPEN)
+  redis.call('HLEN', OPEN_IDS)
+  if fate == '' then
+    redis.call('HLEN', LEDGER)
+  else
+    count(fate, 0)
+  end
+end
+
 -- A flat reply of names and values, as a table.
 local function named(flat)
   local found = {}
