@@ -7,39 +7,32 @@ reference, which judges it. Held by tests/property/test_trajectory_codec.py.
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf, isfinite
-from operator import lt
-from typing import Any
+from operator import attrgetter, lt
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
+from anabranch.schemas import trajectory_columns as columns
 from anabranch.schemas.trajectory_batch import read_batch
-from anabranch.schemas.trajectory_columns import Columns
-from anabranch.schemas.trajectory_frame import END_OF_STREAM, SCHEMA_MESSAGE, Frame, find_frame
+from anabranch.schemas.trajectory_columns import padding
+from anabranch.schemas.trajectory_frame import BODY, END_OF_STREAM, PLACES, Frame, find_frame, frame_of
 from anabranch.schemas.trajectory_reference import encode_slowly, group_of_batch
-from anabranch.schemas.trajectory_schema import SCHEMA, SPAN, Group, LaterRollouts, Rollout
+from anabranch.schemas.trajectory_schema import Group, LaterRollouts, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
-
-_INT32, _INT64, _FLOAT, _DOUBLE = pa.int32(), pa.int64(), pa.float32(), pa.float64()
-_INTS, _FLOATS, _SPANS = pa.list_(_INT32), pa.list_(_FLOAT), pa.list_(SPAN)
-_CODE = {_INT32: "i", _INT64: "q", _DOUBLE: "d"}
 
 
 def encode_group(group: Group) -> bytes:
     """`group` as one Arrow IPC stream with a single record batch. Raises TrajectoryError if it is not well formed."""
     try:
-        columns = _columns_of(group)
-    except (AttributeError, OverflowError, TypeError, ValueError):  # a value that does not fit its column
-        columns = None
-    if columns is None:
-        return encode_slowly(group)
-    return b"".join((SCHEMA_MESSAGE, pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize(), END_OF_STREAM))
+        payload = _payload_of(group)
+    except (AttributeError, OverflowError, TypeError, ValueError, struct.error):  # a value that does not fit its column
+        payload = None
+    return encode_slowly(group) if payload is None else payload
 
 
 def decode_group(payload: bytes | memoryview) -> Group:
@@ -52,77 +45,58 @@ def decode_group(payload: bytes | memoryview) -> Group:
     return (frame and _group_of(payload, frame)) or group_of_batch(read_batch(payload))
 
 
-def _columns_of(group: Group) -> list[pa.Array] | None:
-    """The columns of a group that is plainly well formed, in the order of `SCHEMA`; None for any other."""
-    rows, n = group.rollouts, len(group.rollouts)
+_DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.float32))
+_FIELDS = attrgetter(
+    "sample_index", "token_ids", "logprobs", "spans", "reward", "finish_reason", "text", "started_ms", "finished_ms"
+)
+_POLICY = attrgetter("policy.epoch", "policy.version", "start")
+
+
+def _payload_of(group: Group) -> bytes | None:
+    """The payload of a group that is plainly well formed; None for any other. Its columns are in the order of `SCHEMA`."""
+    n, prompt = len(group.rollouts), group.prompt_token_ids
     if not 0 < n <= group.group_size:
         return None
-    prompt = group.prompt_token_ids
-    tokens, logprobs = np.concatenate([r.token_ids for r in rows]), np.concatenate([r.logprobs for r in rows])
-    token_ends = _ends(r.token_ids for r in rows)
-    span_ends = _ends(r.spans for r in rows)
-    spans = [s for r in rows for s in r.spans]
-    policies = [s.policy for s in spans]
-    epochs, versions, starts = [p.epoch for p in policies], [p.version for p in policies], [s.start for s in spans]
-    samples, rewards = [r.sample_index for r in rows], [r.reward for r in rows]
+    samples, ids, chances, spans, rewards, reasons, texts, started, finished = zip(
+        *map(_FIELDS, group.rollouts), strict=True
+    )
+    tokens, logprobs, token_ends = np.concatenate(ids), np.concatenate(chances), _ends(ids)
+    span_ends = _ends(spans)
+    epochs, versions, starts = zip(*(_POLICY(span) for own in spans for span in own), strict=True)
     if (
         (prompt.dtype, tokens.dtype, logprobs.dtype) != _DTYPES
         or prompt.ndim != 1
-        or _ends(r.logprobs for r in rows) != token_ends
+        or _ends(chances) != token_ends
         or not _indices_are_sound(group.group_index, group.attempt, samples)
         or _highest_if_sound(prompt, tokens, token_ends, logprobs, rewards) is None
         or not _spans_are_sound(span_ends, epochs, versions, starts, token_ends)
     ):
         return None
-    span_columns = [_flat(_INT32, epochs), _flat(_INT64, versions), _flat(_INT32, starts)]
-    prompts = pa.Array.from_buffers(_INT32, n * len(prompt), [None, pa.py_buffer(prompt.tobytes() * n)])
-    return [
-        _same_text(group.run, n), _same_text(group.region, n), _same_text(group.producer, n),
-        _flat(_INT64, [group.group_index] * n),
-        _flat(_INT32, samples),
-        _same_number(_INT32, group.attempt, n),
-        _lists(_INTS, array("i", range(0, (n + 1) * len(prompt), len(prompt))), prompts),
-        _lists(_INTS, token_ends, pa.Array.from_buffers(_INT32, len(tokens), [None, pa.py_buffer(tokens)])),
-        _lists(_FLOATS, token_ends, pa.Array.from_buffers(_FLOAT, len(tokens), [None, pa.py_buffer(logprobs)])),
-        _lists(_SPANS, span_ends, pa.Array.from_buffers(SPAN, len(spans), [None], children=span_columns)),
-        _flat(_DOUBLE, rewards),
-        _texts([r.finish_reason for r in rows]),
-        _texts([group.prompt_text] * n), _texts([r.text for r in rows]), _texts([group.answer] * n),
-        _flat(_INT64, [r.started_ms for r in rows]), _flat(_INT64, [r.finished_ms for r in rows]),
-        _same_number(_INT32, group.group_size, n),
-    ]  # fmt: skip
+    names_size, names = columns.names_written((group.run, group.region, group.producer), n)
+    reasons_size, reasons_column = columns.texts_written(reasons)
+    prompt_size, prompt_column = columns.same_text_written(group.prompt_text, n)
+    texts_size, texts_column = columns.texts_written(texts)
+    answer_size, answers = columns.same_text_written(group.answer, n)
+    prompts, offsets, pad = prompt.tobytes() * n, columns.offsets(n).pack(*token_ends), padding(tokens.nbytes)
+    head, _, _ = frame_of([
+        1, n, *names_size, n * len(prompt), len(tokens), len(tokens), len(starts), reasons_size, prompt_size, texts_size,
+        answer_size,
+    ])  # fmt: skip
+    return b"".join((
+        head, names,
+        columns.indices(n).pack(
+            *(group.group_index,) * n, *samples, *(group.attempt,) * n, *columns.even(n, len(prompt))
+        ),
+        prompts, padding(len(prompts)), offsets, tokens.data, pad, offsets, logprobs.data, pad,
+        columns.spans(n, len(starts)).pack(*span_ends, *epochs, *versions, *starts, *rewards),
+        reasons_column, prompt_column, texts_column, answers,
+        columns.times(n).pack(*started, *finished, *(group.group_size,) * n), END_OF_STREAM,
+    ))  # fmt: skip
 
 
-_DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.float32))
-
-
-def _ends(parts: Iterable[Sequence[Any] | NDArray[Any]]) -> array[int]:
+def _ends(parts: Iterable[Sequence[object] | NDArray[np.generic]]) -> tuple[int, ...]:
     """Arrow's offsets of `parts`, one behind the other: 0, then where each ends."""
-    return array("i", accumulate(map(len, parts), initial=0))
-
-
-def _flat(kind: pa.DataType, values: list[Any]) -> pa.Array:
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(array(_CODE[kind], values))])
-
-
-def _texts(values: list[str]) -> pa.Array:
-    encoded = [value.encode() for value in values]
-    return pa.StringArray.from_buffers(len(values), pa.py_buffer(_ends(encoded)), pa.py_buffer(b"".join(encoded)))
-
-
-@lru_cache(maxsize=64)
-def _same_text(value: str, n: int) -> pa.Array:
-    """For names that hardly change from group to group."""
-    return _texts([value] * n)
-
-
-@lru_cache(maxsize=64)
-def _same_number(kind: pa.DataType, value: int, n: int) -> pa.Array:
-    return _flat(kind, [value] * n)
-
-
-def _lists(kind: pa.DataType, ends: array[int], values: pa.Array) -> pa.Array:
-    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(ends)], children=[values])
+    return tuple(accumulate(map(len, parts), initial=0))
 
 
 # The rules of `trajectory_reference.check_rollout`, over all rollouts at once. Numbers per token are left to numpy; those per
@@ -175,37 +149,62 @@ def _spans_are_sound(
     return ordered and min(epochs) >= 0 and min(versions) >= 0
 
 
+_RUN, _GROUP_INDEX, _PROMPT, _TOKENS, _LOGPROBS, _SPANS, _REASON, _PROMPT_TEXT, _TEXT, _ANSWER, _STARTED = (
+    PLACES[name]
+    for name in (
+        "run", "group_index", "prompt_token_ids", "token_ids", "logprobs", "version_spans", "finish_reason", "prompt_text",
+        "text", "answer", "started_ms",
+    )
+)  # fmt: skip
+_NAMES_SIZES = slice(_RUN.size, PLACES["producer"].size + 1)
+
+
 def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
     """The group in `payload` if it is plainly well formed; None for any other. All is judged here; the rollouts are made later."""
-    column = Columns(payload, frame)
-    n = column.rows
-    samples, rewards = column.numbers("sample_index", "i"), column.numbers("reward", "d")
-    group_index, attempt = column.same_number("group_index", "q"), column.same_number("attempt", "i")
-    group_size = column.same_number("group_size", "i")
-    run, region, producer = column.same_name("run"), column.same_name("region"), column.same_name("producer")
-    prompt_text, answer = column.same_text("prompt_text"), column.same_text("answer")
-    prompt = column.same_list("prompt_token_ids", np.int32)
-    token_ends, span_ends = column.ends("token_ids"), column.ends("version_spans")
-    reasons, texts = column.names("finish_reason"), column.texts("text")
+    n, at, sizes = frame.rows, frame.starts, frame.sizes
+    view = memoryview(payload).toreadonly()[BODY:]
+    names = columns.read_names(view, at[_RUN.buffer], n, sizes[_NAMES_SIZES])
+    reasons = columns.read_reasons(view, at[_REASON.buffer], n, sizes[_REASON.size])
+    prompt_text = columns.read_same_text(view, at[_PROMPT_TEXT.buffer], n, sizes[_PROMPT_TEXT.size])
+    texts = columns.read_texts(view, at[_TEXT.buffer], n, sizes[_TEXT.size])
+    answer = columns.read_same_text(view, at[_ANSWER.buffer], n, sizes[_ANSWER.size])
+    if names is None or reasons is None or prompt_text is None or texts is None or answer is None:
+        return None
+
+    indices = columns.indices(n).unpack_from(view, at[_GROUP_INDEX.buffer])
+    group_index, attempt, samples = indices[0], indices[2 * n], indices[n : 2 * n]
+    prompt_length, rest = divmod(sizes[_PROMPT.size], n)
+    prompts = view[at[_PROMPT.buffer + 2] :][: 4 * sizes[_PROMPT.size]]
+    times = columns.times(n).unpack_from(view, at[_STARTED.buffer])
+    group_size = times[2 * n]
     if (
-        group_index is None
-        or attempt is None
-        or group_size is None
-        or run is None
-        or region is None
-        or producer is None
-    ):
-        return None
-    if prompt_text is None or answer is None or prompt is None or reasons is None or texts is None:
-        return None
-    if token_ends is None or span_ends is None or column.ends("logprobs") != token_ends:
-        return None
-    tokens, logprobs = column.values("token_ids", np.int32), column.values("logprobs", np.float32)
-    epochs, versions, starts = column.spans()
-    if (
-        group_size < n
+        rest
+        or indices[:n].count(group_index) != n
+        or indices[2 * n : 3 * n].count(attempt) != n
+        or indices[3 * n :] != columns.even(n, prompt_length)
+        or not columns.are_alike(bytes(prompts), n)
+        or times[2 * n :].count(group_size) != n
+        or group_size < n
         or len(set(samples)) != n
         or not _indices_are_sound(group_index, attempt, samples)
+    ):
+        return None
+
+    count, token_count = sizes[_SPANS.size], sizes[_TOKENS.size]
+    spans = columns.spans(n, count).unpack_from(view, at[_SPANS.buffer])
+    span_ends, rewards = spans[: n + 1], spans[n + 1 + 3 * count :]
+    epochs, versions, starts = (spans[n + 1 + i * count : n + 1 + (i + 1) * count] for i in range(3))
+    token_ends = columns.offsets(n).unpack_from(view, at[_TOKENS.buffer])
+    prompt = np.frombuffer(prompts, np.int32, prompt_length)
+    tokens = np.frombuffer(view, np.int32, token_count, at[_TOKENS.buffer + 2])
+    logprobs = np.frombuffer(view, np.float32, sizes[_LOGPROBS.size], at[_LOGPROBS.buffer + 2])
+    if (
+        token_ends[0]
+        or token_ends[-1] != token_count
+        or len(logprobs) != token_count
+        or columns.offsets(n).unpack_from(view, at[_LOGPROBS.buffer]) != token_ends
+        or span_ends[0]
+        or span_ends[-1] != count
         or (highest := _highest_if_sound(prompt, tokens, token_ends, logprobs, rewards)) is None
         or not _spans_are_sound(span_ends, epochs, versions, starts, token_ends)
     ):
@@ -214,19 +213,33 @@ def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
     def rollouts() -> tuple[Rollout, ...]:
         keys = list(zip(epochs, versions, starts, strict=True))
         made = {key: VersionSpan(_policy(*key[:2]), key[2]) for key in set(keys)}
-        spans = [made[key] for key in keys]
+        each = [made[key] for key in keys]
         rows = zip(
-            samples, pairwise(token_ends), pairwise(span_ends), rewards, reasons, texts.cut(),
-            column.numbers("started_ms", "q"), column.numbers("finished_ms", "q"), strict=True,
+            samples, pairwise(token_ends), pairwise(span_ends), rewards, reasons, texts.cut(), times[:n], times[n : 2 * n],
+            strict=True,
         )  # fmt: skip
         return tuple(
-            Rollout(sample, tokens[a:b], logprobs[a:b], tuple(spans[c:d]), reward, reason, text, started, finished)
+            Rollout(sample, tokens[a:b], logprobs[a:b], tuple(each[c:d]), reward, reason, text, started, finished)
             for sample, (a, b), (c, d), reward, reason, text, started, finished in rows
         )
 
-    policies = frozenset(_policy(*key) for key in set(zip(epochs, versions, strict=True)))
-    later = LaterRollouts(n, rollouts, highest, policies)
-    return Group(run, region, producer, group_index, attempt, prompt, prompt_text, answer, later, group_size)
+    later = LaterRollouts(n, rollouts, highest, _policies(epochs, versions))
+    return Group(*names, group_index, attempt, prompt, prompt_text, answer, later, group_size)
 
 
 _policy = lru_cache(maxsize=256)(PolicyVersion)
+
+
+@lru_cache(maxsize=256)
+def _policies(epochs: tuple[int, ...], versions: tuple[int, ...]) -> frozenset[PolicyVersion]:
+    return frozenset(map(_policy, epochs, versions))
+
+
+_RUN, _GROUP_INDEX, _PROMPT, _TOKENS, _LOGPROBS, _SPANS, _REASON, _PROMPT_TEXT, _TEXT, _ANSWER, _STARTED = (
+    PLACES[name]
+    for name in (
+        "run", "group_index", "prompt_token_ids", "token_ids", "logprobs", "version_spans", "finish_reason", "prompt_text",
+        "text", "answer", "started_ms",
+    )
+)  # fmt: skip
+_NAMES_SIZES = slice(_RUN.size, PLACES["producer"].size + 1)

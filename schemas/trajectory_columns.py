@@ -1,111 +1,98 @@
-"""The columns of a framed payload, one at a time.
+"""The columns of a batch's body as runs of numbers and texts, those that lie side by side in one go: to read and to write.
 
-Invariant: what a method returns lies inside its column, and is what Arrow finds there; None if the column is not plainly what
-the method is for. Arrays are read-only views into the payload. Held by tests/property/test_trajectory_codec.py and
+Invariant: what is read lies inside its columns, and is what Arrow finds there; None if they are not plainly what the function is
+for. What is written is what Arrow writes. Held by tests/property/test_trajectory_codec.py and
 tests/property/test_trajectory_fuzz.py.
+
+Each buffer is padded to 8 bytes. A list or string column is n + 1 offsets (the first is 0, then where each row ends) and its
+values. Runs of numbers, of n rows:
+
+    indices     group index, sample index, attempt, offsets of the prompts
+    spans       offsets; epoch, version and start of every span; rewards
+    times       started, finished, group size
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import gt
-from typing import Any
+from struct import Struct
 
-import numpy as np
-from numpy.typing import NDArray
-
-from anabranch.schemas.trajectory_frame import BODY, PLACES, Frame
+_KEPT_BYTES = 4096  # more of a payload is not kept as the key of a cache
+_ZEROS = [b"\0" * (-size % 8) for size in range(8)]
 
 
-class Columns:
-    """`rows` n of the batch in `payload`, which `find_frame` has framed."""
+def padding(size: int) -> bytes:
+    """What follows a buffer of `size` bytes."""
+    return _ZEROS[size & 7]
 
-    def __init__(self, payload: bytes | memoryview, frame: Frame) -> None:
-        self._view, self._starts, self._sizes = memoryview(payload).toreadonly()[BODY:], frame.starts, frame.sizes
-        self.rows = frame.rows
 
-    def numbers(self, name: str, code: str) -> tuple[Any, ...]:
-        """Of a column of numbers, n of them; `code`: that of `struct`."""
-        return _unpack(self.rows, code)(self._view, self._starts[PLACES[name].buffer])
-
-    def same_number(self, name: str, code: str) -> int | None:
-        """What all rows say."""
-        values = self.numbers(name, code)
-        return values[0] if values.count(values[0]) == self.rows else None
-
-    def ends(self, name: str) -> tuple[int, ...] | None:
-        """Offsets of a list or string column, n + 1, of which the first is 0 and the last the end of the values; those
-        between may be anything."""
-        found = _unpack(self.rows + 1, "i")(self._view, self._starts[PLACES[name].buffer])
-        return None if found[0] or found[-1] != self._sizes[PLACES[name].size] else found
-
-    def values(self, name: str, kind: type[np.generic]) -> NDArray[Any]:
-        """Of a list column, those of all rows."""
-        place = PLACES[name]
-        return np.frombuffer(self._view, kind, self._sizes[place.size], self._starts[place.buffer + 2])
-
-    def same_list(self, name: str, kind: type[np.generic]) -> NDArray[Any] | None:
-        """What all rows hold."""
-        values = self.values(name, kind)
-        length, rest = divmod(len(values), self.rows)
-        if rest or not self._are_alike(name, length, length * values.itemsize, PLACES[name].buffer + 2):
-            return None
-        return values[:length]
-
-    def same_text(self, name: str) -> str | None:
-        """What all rows say."""
-        place = PLACES[name]
-        length, rest = divmod(self._sizes[place.size], self.rows)
-        if rest or not self._are_alike(name, length, length, place.buffer + 1):
-            return None
-        begin = self._starts[place.buffer + 1]
-        return _text(self._view[begin : begin + length])
-
-    def _are_alike(self, name: str, length: int, size: int, data: int) -> bool:
-        """Whether all rows hold the same `length` values, `size` bytes in all, in buffer `data`."""
-        ends, begin = self.ends(name), self._starts[data]
-        if ends is None or (any(ends) if not length else ends != tuple(range(0, self.rows * length + 1, length))):
-            return False
-        held = bytes(self._view[begin : begin + self.rows * size])
-        return held[size:] == held[: len(held) - size]
-
-    def texts(self, name: str) -> Texts | None:
-        place, ends = PLACES[name], self.ends(name)
-        if ends is None:
-            return None
-        begin = self._starts[place.buffer + 1]
-        return _texts_of(ends, self._view[begin : begin + ends[-1]])
-
-    def names(self, name: str) -> Sequence[str] | None:
-        """As `texts`, of a column that is much the same in every payload."""
-        place, ends = PLACES[name], self.ends(name)
-        if ends is None:
-            return None
-        begin = self._starts[place.buffer + 1]
-        data = bytes(self._view[begin : begin + ends[-1]])
-        known = _names_of if len(data) + len(ends) <= _NAMES_BYTES else _names_of.__wrapped__  # the cache stays small
-        return known(ends, data)
-
-    def same_name(self, name: str) -> str | None:
-        """As `same_text`, of such a column."""
-        found = self.names(name)
-        return found[0] if found and found.count(found[0]) == self.rows else None
-
-    def spans(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Epochs, versions and starts of the version spans of all rows."""
-        place = PLACES["version_spans"]
-        count, first = self._sizes[place.size], place.buffer + 3  # behind offsets, and validity of struct and field
-        epochs = _unpack(count, "i")(self._view, self._starts[first])
-        versions = _unpack(count, "q")(self._view, self._starts[first + 2])
-        return epochs, versions, _unpack(count, "i")(self._view, self._starts[first + 4])
+def _run(*columns: tuple[int, str]) -> Struct:
+    """So many numbers of a code of `struct` each, a column behind the other."""
+    return Struct("<" + "".join(f"{n}{code}{'4x' if code == 'i' and n % 2 else ''}" for n, code in columns))
 
 
 @lru_cache(maxsize=64)
-def _unpack(count: int, code: str) -> Callable[[memoryview, int], tuple[Any, ...]]:
-    return struct.Struct(f"<{count}{code}").unpack_from
+def offsets(rows: int) -> Struct:
+    return _run((rows + 1, "i"))
+
+
+@lru_cache(maxsize=64)
+def indices(rows: int) -> Struct:
+    return _run((rows, "q"), (rows, "i"), (rows, "i"), (rows + 1, "i"))
+
+
+@lru_cache(maxsize=256)
+def spans(rows: int, count: int) -> Struct:
+    return _run((rows + 1, "i"), (count, "i"), (count, "q"), (count, "i"), (rows, "d"))
+
+
+@lru_cache(maxsize=64)
+def times(rows: int) -> Struct:
+    return _run((rows, "q"), (rows, "q"), (rows, "i"))
+
+
+def even(rows: int, length: int) -> tuple[int, ...]:
+    """Offsets of rows that are all of one length."""
+    return tuple(range(0, rows * length + 1, length)) if length else (0,) * (rows + 1)
+
+
+def are_alike(held: bytes, rows: int) -> bool:
+    """Whether all rows hold the same bytes."""
+    return held == held[: len(held) // rows] * rows
+
+
+def read_same_text(view: memoryview, begin: int, rows: int, size: int) -> str | None:
+    """What all rows of the string column say whose offsets are at `begin`, and which holds `size` bytes."""
+    head = offsets(rows)
+    length, rest = divmod(size, rows)
+    if rest or head.unpack_from(view, begin) != even(rows, length):
+        return None
+    begin += head.size
+    held = bytes(view[begin : begin + size])
+    return _text(held[:length]) if are_alike(held, rows) else None
+
+
+def read_names(view: memoryview, begin: int, rows: int, sizes: tuple[int, ...]) -> tuple[str, ...] | None:
+    """As `read_same_text`, of string columns side by side, of such sizes, that are much the same in every payload."""
+    head = offsets(rows).size
+    end = begin + sum(head + size + len(padding(size)) for size in sizes)
+    known = _names if end - begin <= _KEPT_BYTES else _names.__wrapped__
+    return known(bytes(view[begin:end]), rows, sizes)
+
+
+@lru_cache(maxsize=256)
+def _names(held: bytes, rows: int, sizes: tuple[int, ...]) -> tuple[str, ...] | None:
+    found, begin = [], 0
+    for size in sizes:
+        name = read_same_text(memoryview(held), begin, rows, size)
+        if name is None:
+            return None
+        found.append(name)
+        begin += offsets(rows).size + size + len(padding(size))
+    return tuple(found)
 
 
 class Texts:
@@ -121,28 +108,59 @@ class Texts:
         return held if isinstance(held, list) else [held[a:b] for a, b in pairwise(self._ends)]
 
 
-def _texts_of(ends: tuple[int, ...], data: memoryview) -> Texts | None:
-    whole = _text(data)
-    if whole is None or any(map(gt, ends, ends[1:])):
+def read_texts(view: memoryview, begin: int, rows: int, size: int) -> Texts | None:
+    """The texts of a string column; arguments as of `read_same_text`."""
+    head = offsets(rows)
+    ends = head.unpack_from(view, begin)
+    begin += head.size
+    data = view[begin : begin + size]
+    if ends[0] or ends[-1] != size or any(map(gt, ends, ends[1:])) or (whole := _text(data)) is None:
         return None
-    if len(whole) == ends[-1]:  # a byte each
+    if len(whole) == size:  # a byte each
         return Texts(ends, whole)
     found = [_text(data[a:b]) for a, b in pairwise(ends)]  # a text might end in mid-character
     sound = [text for text in found if text is not None]
-    return Texts(ends, sound) if len(sound) == len(found) else None
+    return Texts(ends, sound) if len(sound) == rows else None
 
 
-_NAMES_BYTES = 1024
+def read_reasons(view: memoryview, begin: int, rows: int, size: int) -> Sequence[str] | None:
+    """As `read_texts`, of a column that is much the same in every payload."""
+    end = begin + offsets(rows).size + size
+    known = _reasons if end - begin <= _KEPT_BYTES else _reasons.__wrapped__
+    return known(bytes(view[begin:end]), rows, size)
 
 
 @lru_cache(maxsize=256)
-def _names_of(ends: tuple[int, ...], data: bytes) -> Sequence[str] | None:
-    found = _texts_of(ends, memoryview(data))
+def _reasons(held: bytes, rows: int, size: int) -> Sequence[str] | None:
+    found = read_texts(memoryview(held), 0, rows, size)
     return found.cut() if found else None
 
 
-def _text(data: memoryview) -> str | None:
+def _text(data: bytes | memoryview) -> str | None:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError:
         return None
+
+
+def texts_written(values: Sequence[str]) -> tuple[int, bytes]:
+    """How many bytes these texts are, and their column. Raises UnicodeEncodeError: half a surrogate pair."""
+    whole = "".join(values).encode()
+    ends = list(accumulate(map(len, values), initial=0))
+    if ends[-1] != len(whole):  # not a byte each
+        ends = list(accumulate((len(value.encode()) for value in values), initial=0))
+    return len(whole), offsets(len(values)).pack(*ends) + whole + padding(len(whole))
+
+
+def same_text_written(value: str, rows: int) -> tuple[int, bytes]:
+    """As `texts_written`, of rows that all say the same."""
+    one = value.encode()
+    whole = one * rows
+    return len(whole), offsets(rows).pack(*even(rows, len(one))) + whole + padding(len(whole))
+
+
+@lru_cache(maxsize=64)
+def names_written(values: tuple[str, ...], rows: int) -> tuple[list[int], bytes]:
+    """As `same_text_written`, of columns side by side, for names that hardly change from group to group."""
+    columns = [same_text_written(value, rows) for value in values]
+    return [size for size, _ in columns], b"".join(column for _, column in columns)

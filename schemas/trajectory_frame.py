@@ -5,13 +5,17 @@ for columns of those lengths, so that there is nothing in it for a parser to jud
 Arrow's. Held by tests/property/test_trajectory_codec.py and tests/property/test_trajectory_fuzz.py.
 
 Lengths are counted by *sizes*: [1, rows, then for every list of the schema how many values all of its rows hold, and for every
-string column how many bytes]. The length of each buffer is linear in them.
+string column how many bytes]. The length of each buffer is linear in one of them, and where it begins is a sum of padded lengths
+of those before it, which are of a dozen kinds: so all numbers of a message are one product of a matrix.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,11 +43,22 @@ class Frame:
     above."""
 
     starts: list[int]
-    sizes: list[int]
+    sizes: tuple[int, ...]
 
     @property
     def rows(self) -> int:
         return self.sizes[_ROWS]
+
+
+class _Length(NamedTuple):
+    """Of a buffer: `extra` bytes, and `each` for every one of a size."""
+
+    each: int
+    size: int
+    extra: int = 0
+
+
+_NOTHING = _Length(0, _ROWS)
 
 
 class _Walk:
@@ -51,7 +66,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.nodes: list[int] = []  # the size that is each one's length
-        self.buffers: list[dict[int, int]] = []  # size -> bytes per one of it
+        self.buffers: list[_Length] = []
         self.read_at: list[tuple[str, int]] = []  # sizes from the third on: the node or buffer that tells it
         self.places = {}
         for field in SCHEMA:
@@ -59,21 +74,21 @@ class _Walk:
 
     def _visit(self, kind: pa.DataType, length: int) -> Place:
         self.nodes.append(length)
-        self.buffers.append({})
+        self.buffers.append(_NOTHING)  # validity
         at, size = len(self.buffers), length
         if pa.types.is_struct(kind):
             for field in kind:
                 self._visit(field.type, length)
         elif pa.types.is_list(kind):
-            self.buffers.append({_ONE: 4, length: 4})
+            self.buffers.append(_Length(4, length, 4))
             size = self._count("node", len(self.nodes))
             self._visit(kind.value_type, size)
         elif pa.types.is_string(kind):
-            self.buffers.append({_ONE: 4, length: 4})
+            self.buffers.append(_Length(4, length, 4))
             size = self._count("buffer", len(self.buffers))
-            self.buffers.append({size: 1})
+            self.buffers.append(_Length(1, size))
         else:
-            self.buffers.append({length: kind.bit_width // 8})
+            self.buffers.append(_Length(kind.bit_width // 8, length))
         return Place(at, size)
 
     def _count(self, where: str, at: int) -> int:
@@ -121,51 +136,66 @@ _WALK = _Walk()
 PLACES = _WALK.places
 _SAMPLE = _sample_message()
 _AT = _Message(_SAMPLE)
-_NODES, _BUFFERS = len(_WALK.nodes), len(_WALK.buffers)
-_OFFSETS = slice(_AT.buffers, _AT.buffers + 2 * _BUFFERS, 2)
-_LENGTHS = slice(_AT.buffers + 1, _AT.buffers + 1 + 2 * _BUFFERS, 2)
+_STARTS = slice(_AT.buffers, _AT.buffers + 2 * len(_WALK.buffers), 2)
 _HEAD, BODY = len(SCHEMA_MESSAGE), len(SCHEMA_MESSAGE) + len(_SAMPLE)
-# The words that tell the sizes, and what all words are by them: those that lengths do not change, each row and node and buffer
-# times the sizes; offsets and the body's length are left to be put in.
-_TOLD_AT = np.array(
-    [_AT.rows, *((_AT.nodes if where == "node" else _AT.buffers + 1) + 2 * at for where, at in _WALK.read_at)]
-)
-_ALWAYS = np.frombuffer(_SAMPLE, np.int64).copy()
-_BY_SIZES = np.zeros((len(_ALWAYS), len(_TOLD_AT)))
-for _at, _by in [
-    (_AT.rows, {_ROWS: 1}),
-    *((_AT.nodes + 2 * i, {size: 1}) for i, size in enumerate(_WALK.nodes)),
-    *((_AT.buffers + 1 + 2 * i, by) for i, by in enumerate(_WALK.buffers)),
-]:
-    _ALWAYS[_at] = _by.get(_ONE, 0)
-    for _size, _each in _by.items():
-        if _size != _ONE:
-            _BY_SIZES[_at, _size - 1] = _each
+_KINDS = sorted(set(_WALK.buffers) - {_NOTHING})
 
 
-def frame_of(told: NDArray[np.int64]) -> tuple[bytes, list[int], int]:
-    """The message of a batch of such sizes (all but the first), without its body; where in the body each buffer begins; and the
-    body's length."""
-    words: NDArray[np.int64] = _ALWAYS + (_BY_SIZES @ told).astype(
-        np.int64
-    )  # as doubles: quicker, and exact up to 2^53
-    padded = (words[_LENGTHS] + 7) & -8
-    ends = np.add.accumulate(padded)
-    words[_OFFSETS] = starts = ends - padded
-    words[_AT.body] = ends[-1]
-    return words.tobytes(), starts.tolist(), int(ends[-1])
+def _teller() -> Callable[[bytes | memoryview], tuple[int, ...]]:
+    """Takes the words that tell the sizes, all but the first, out of a payload."""
+    told_at = [
+        _AT.rows, *((_AT.nodes if where == "node" else _AT.buffers + 1) + 2 * at for where, at in _WALK.read_at)
+    ]  # fmt: skip
+    words = struct.Struct("<" + "".join("q" if at in told_at else "8x" for at in range(max(told_at) + 1)))
+    in_order = itemgetter(*map(sorted(told_at).index, told_at))
+    return lambda payload: in_order(words.unpack_from(payload, _HEAD))
+
+
+def _linear_message() -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The words of a message: constants, and how often each of [sizes, padded lengths of `_KINDS`] is in them."""
+    always = np.frombuffer(_SAMPLE, np.int64).copy()
+    sizes = 2 + len(_WALK.read_at)
+    often = np.zeros((len(always), sizes + len(_KINDS)))
+    always[_AT.rows] = always[_AT.body] = 0
+    often[_AT.rows, _ROWS] = 1
+    for i, size in enumerate(_WALK.nodes):
+        always[_AT.nodes + 2 * i] = 0
+        often[_AT.nodes + 2 * i, size] = 1
+    before = np.zeros(sizes + len(_KINDS))
+    for i, length in enumerate(_WALK.buffers):
+        at = _AT.buffers + 2 * i
+        always[at : at + 2] = 0
+        often[at] = before
+        if length is not _NOTHING:
+            often[at + 1, [_ONE, length.size]] = length.extra, length.each
+            before[sizes + _KINDS.index(length)] += 1
+    often[_AT.body] = before
+    return always, often
+
+
+_told = _teller()
+_ALWAYS, _OFTEN = _linear_message()
+
+
+def frame_of(sizes: Sequence[int]) -> tuple[bytes, list[int], int]:
+    """What is before the body of a batch of such sizes; where in the body each buffer begins; and the body's length."""
+    padded = [(extra + each * sizes[size] + 7) & -8 for each, size, extra in _KINDS]
+    # As doubles: quicker, and exact up to 2^53.
+    words = (_OFTEN @ np.array([*sizes, *padded], np.float64)).astype(np.int64)
+    words += _ALWAYS
+    starts: list[int] = words[_STARTS].tolist()
+    return SCHEMA_MESSAGE + words.tobytes(), starts, int(words[_AT.body])
 
 
 def find_frame(payload: bytes | memoryview) -> Frame | None:
     """Where the columns are, if our own writer of this version could have left this payload; None for all others. What the
     columns hold, offsets included, is not looked at."""
-    if len(payload) < BODY or bytes(payload[:_HEAD]) != SCHEMA_MESSAGE:
+    if len(payload) < BODY:
         return None
-    told = np.frombuffer(payload, np.int64, len(_ALWAYS), _HEAD)[_TOLD_AT]
-    sizes = told.tolist()
-    if min(sizes) < 0 or sizes[0] == 0 or max(sizes) > len(payload):
+    sizes = (1, *_told(payload))
+    if min(sizes) < 0 or sizes[_ROWS] == 0 or max(sizes) > len(payload):
         return None
-    message, starts, length = frame_of(told)
-    if bytes(payload[_HEAD:BODY]) != message or bytes(payload[BODY + length :]) != END_OF_STREAM:
+    head, starts, length = frame_of(sizes)
+    if bytes(payload[:BODY]) != head or bytes(payload[BODY + length :]) != END_OF_STREAM:
         return None
-    return Frame(starts, [1, *sizes])
+    return Frame(starts, sizes)

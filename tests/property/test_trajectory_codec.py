@@ -50,7 +50,7 @@ def test_a_good_group_is_written_and_read_as_by_the_reference(good: Group) -> No
 @given(groups())
 def test_a_good_group_never_needs_the_reference(good: Group) -> None:
     """Else the test above would compare the reference with itself."""
-    assert trajectory_codec._columns_of(good) is not None
+    assert trajectory_codec._payload_of(good) is not None
     payload = encode_slowly(good)
     frame = find_frame(payload)
     assert frame is not None
