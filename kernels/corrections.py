@@ -1,13 +1,13 @@
-"""Off-policy corrections: what one token contributes to the objective, given how far the policies have drifted.
+"""What all off-policy corrections are made of: the clamped log-ratio, the two forms of an objective, the outlier veto.
 
-Symbols: `ell` ℓ, log-prob under the policy being trained (carries the gradient); `behaviour` b, log-prob recorded
-when the token was sampled; `advantage` A; d = ℓ − b; r = exp(clamp(d, −20, 20)). Objectives are maximised.
+Symbols: `ell` ℓ, log-prob under the policy being trained (carries the gradient); `behaviour` b, log-prob recorded when the
+token was sampled; `proximal` p, log-prob before the step's first update; `advantages` A; d = ℓ − b; r = exp(clamp(d, −20, 20)).
+Objectives are maximised. An objective is either a weight without gradient times A·ℓ (`weighted`), or a clipped ratio times
+A (`clipped`); both have the gradient (ratio)·A·∇ℓ where nothing is masked.
 
-Invariant: at lag 0 (ℓ = b) r is 1, nothing is masked, and every objective here has the gradient A·∇ℓ of plain
-policy gradient. Held by tests/unit/kernels/test_corrections.py.
-
-`grpo` and `dr_grpo` share `ppo_clip`; they differ in the advantage, the aggregation and the penalty that the
-configuration gives them by default (schemas/config: `CorrectionSection`).
+Invariant: `kept` is true exactly where the objective lets a gradient through, and a masked token is exactly 0 in value and
+gradient whatever infinity it holds. NaN is never masked: masks are written as "is outside", which NaN is not, so a policy that
+yields NaN makes the loss NaN and ends the step instead of training on less. Held by tests/unit/kernels/test_objectives.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOG_RATIO_LIMIT = 20.0  # e^20 = 4.9e8: beyond it a ratio says "far", and float3
 
 
 class TokenObjective(NamedTuple):
-    """`value`, the shape of its inputs: the objective, with gradient. `kept`, bool: tokens whose gradient survives."""
+    """`value`, [N] of the tokens' dtype: the objective, with gradient. `kept`, bool [N]: tokens whose gradient survives."""
 
     value: Tensor
     kept: Tensor
@@ -34,47 +34,36 @@ def log_ratio(ell: Tensor, behaviour: Tensor) -> Tensor:
     return (ell - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def policy_gradient(ell: Tensor, advantage: Tensor) -> TokenObjective:
-    """A·ℓ, no correction (REINFORCE; Williams 1992). The baseline the others are compared with."""
-    return TokenObjective(advantage * ell, torch.ones_like(ell, dtype=torch.bool))
+def weighted(tokens: Tokens, weight: Tensor, kept: Tensor) -> TokenObjective:
+    """kept · sg(weight) · A · ℓ. `weight` [N] of the tokens' dtype, without gradient; `kept` bool [N]."""
+    # Twice where: the first keeps what a masked weight holds out of the gradient, the second out of the value (0 · ∞ is NaN).
+    weight = torch.where(kept, weight, torch.zeros_like(weight))
+    value = weight * tokens.advantages * tokens.ell
+    return TokenObjective(torch.where(kept, value, torch.zeros_like(value)), kept)
 
 
-def dppo_tv(ell: Tensor, behaviour: Tensor, advantage: Tensor, *, tau: float, ratio_cap: float) -> TokenObjective:
-    """keep · sg(min(r, R)) · A · ℓ with a trust region on the change of probability (arXiv 2602.04879, TV form).
-
-    Δ = e^ℓ − e^b. A token is kept if the update does not push it further out: A > 0 and Δ ≤ τ, or A ≤ 0 and
-    Δ ≥ −τ. Unlike a clip on r, the region does not punish rare tokens, whose ratio is large at a tiny Δ.
-
-    Args:
-        ell, behaviour, advantage: one shape, float32 or float64.
-        tau: τ, bound on |Δ|, a probability.
-        ratio_cap: R, cap of the importance ratio.
-    """
-    with torch.no_grad():
-        delta = ell.exp() - behaviour.exp()
-        kept = torch.where(advantage > 0, delta <= tau, delta >= -tau)
-        weight = log_ratio(ell, behaviour).exp().clamp(max=ratio_cap) * kept
-    return TokenObjective(weight * advantage * ell, kept)
-
-
-def ppo_clip(ell: Tensor, behaviour: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float) -> TokenObjective:
-    """min(rA, clip(r, 1 − ε₋, 1 + ε₊)A), anchored on the behaviour policy.
-
-    PPO (arXiv 1707.06347, equation 7); the upper clip may differ from the lower (DAPO, arXiv 2503.14476, equation 10).
+def clipped(
+    log_ratios: Tensor, advantages: Tensor, *, clip_low: float | Tensor, clip_high: float | Tensor
+) -> TokenObjective:
+    """min(uA, clip(u, 1 − ε₋, 1 + ε₊)·A) with u = e^x clamped, PPO's pessimistic surrogate (arXiv 1707.06347, equation 7).
 
     Args:
-        ell, behaviour, advantage: one shape, float32 or float64.
+        log_ratios: x [N], with gradient, not clamped.
+        advantages: [N].
+        clip_low, clip_high: ε₋ and ε₊; a number, or [N].
     """
-    ratio = log_ratio(ell, behaviour).exp()
-    value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    ratio = log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    upwards = advantages > 0
+    bound = torch.where(upwards, (1 + clip_high) * advantages, (1 - clip_low) * advantages)
     with torch.no_grad():
-        clipped = torch.where(advantage > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-    return TokenObjective(value, ~clipped)
+        beyond = torch.where(upwards, ratio > 1 + clip_high, ratio < 1 - clip_low)
+        kept = ~beyond & ~(log_ratios.abs() > LOG_RATIO_LIMIT)  # the clamp lets no gradient through
+    return TokenObjective(torch.where(beyond, bound, ratio * advantages), kept)
 
 
 def veto(tokens: Tokens, *, low: float, high: float) -> Tensor:
-    """Trajectories with any token ratio outside [low, high]: evidence that something other than drift is wrong
-    (another tokenizer, stale KV, a corrupt entry), so the whole trajectory is dropped from the loss.
+    """Trajectories with any token ratio r outside [low, high]: evidence that something other than drift is wrong
+    (another tokenizer, stale KV, a corrupt entry), so the whole trajectory is dropped from the loss. Ours.
 
     Returns:
         bool [R], true where vetoed.

@@ -8,16 +8,17 @@ tests/unit/learner/test_step.py.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from anabranch.kernels.corrections import dppo_tv, log_ratio, policy_gradient, ppo_clip, veto
+from anabranch.kernels.corrections import log_ratio, veto
+from anabranch.kernels.objectives import objective_of
 from anabranch.kernels.tokens import Tokens
+from anabranch.kernels.trust import lag_weight
 from anabranch.schemas.config import CorrectionSection
-
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+from anabranch.schemas.config.correction import Aggregation
 
 
 def token_weights(lengths: Tensor, aggregation: Aggregation, *, max_tokens: int | None = None) -> Tensor:
@@ -52,10 +53,17 @@ def token_weights(lengths: Tensor, aggregation: Aggregation, *, max_tokens: int 
 
 
 def token_loss(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tuple[Tensor, Tensor]:
-    """The loss of some rollouts of a batch, −Σ weight·(J − penalty·d²), and the tokens that carry gradient of J.
+    """The loss of some rollouts of a batch, −Σ weight·γ^lag·(J − penalty), and the tokens that carry gradient of J.
 
-    The d² penalty pulls a drifted token back towards the behaviour policy, so it also acts on tokens that the
-    trust region masks; a vetoed trajectory is out of both terms. Masked tokens keep their place in `weights`.
+    J is the configured objective (`objectives.objective_of`). The penalty pulls a drifted token back towards the behaviour
+    policy, so it also acts on tokens that J masks; a vetoed trajectory is out of both terms. What is masked, and what γ^lag
+    takes away, keeps its place in `weights`. Penalties, with c = `correction.penalty` and d = ℓ − b clamped:
+
+    - `d2`: c·d², in the loss.
+    - `k3`: c·(r − 1 − d), in the loss (Schulman, "Approximating KL divergence", 2020; GRPO, arXiv 2402.03300, equation 4, has it
+      against a reference policy instead).
+    - `k1`: A − c·sg(d) in the place of A, as if −c·log(π/b) of the token were part of its reward. So it obeys the
+      objective's mask and ratio, unlike the other two (Composer 2, arXiv 2603.24477, against its reference policy).
 
     Args:
         weights: [R], of the dtype of the tokens' floats; as `token_weights` of the whole batch.
@@ -63,18 +71,29 @@ def token_loss(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tu
     Returns:
         scalar loss with gradient; bool [N] of kept tokens.
     """
-    ell, behaviour, advantages = tokens.ell, tokens.behaviour, tokens.advantages
-    match config.objective:
-        case "dppo_tv":
-            objective = dppo_tv(ell, behaviour, advantages, tau=config.tau, ratio_cap=config.ratio_cap)
-        case "grpo" | "dr_grpo":
-            objective = ppo_clip(ell, behaviour, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
-        case "none":
-            objective = policy_gradient(ell, advantages)
     in_loss = ~tokens.spread(veto(tokens, low=config.veto_low, high=config.veto_high))
-    value = objective.value
-    if config.penalty > 0:
-        value = value - config.penalty * log_ratio(ell, behaviour).square()
-    # where, not a product: whatever stands in a masked place, NaN included, must not reach the sum.
-    summed = torch.where(in_loss, value, torch.zeros_like(value)) * tokens.spread(weights)
-    return -summed.sum(), objective.kept & in_loss
+    tokens = _only(tokens, in_loss)
+    if config.penalty > 0 and config.penalty_kind == "k1":
+        drift = log_ratio(tokens.ell.detach(), tokens.behaviour)
+        tokens = replace(tokens, advantages=tokens.advantages - config.penalty * drift)
+    value, kept = objective_of(tokens, config)
+    if config.penalty > 0 and config.penalty_kind != "k1":
+        d = log_ratio(tokens.ell, tokens.behaviour)
+        value = value - config.penalty * (d.square() if config.penalty_kind == "d2" else d.exp() - 1 - d)
+    weight = tokens.spread(weights)
+    if config.age_weight < 1:
+        weight = weight * lag_weight(tokens.lags, config.age_weight, weight.dtype)
+    return -(value * weight).sum(), kept & in_loss
+
+
+def _only(tokens: Tokens, in_loss: Tensor) -> Tokens:
+    """The same tokens, zeros where `in_loss` (bool [N], whole trajectories) is false: their terms, and the gradient of them, are 0
+    whatever stands there, NaN included. Zeroing the terms alone would not do: 0 times NaN is NaN in the backward pass."""
+
+    def kept(values: Tensor) -> Tensor:
+        return torch.where(in_loss, values, torch.zeros_like(values))
+
+    return replace(
+        tokens, ell=kept(tokens.ell), behaviour=kept(tokens.behaviour), proximal=kept(tokens.proximal),
+        advantages=kept(tokens.advantages),
+    )  # fmt: skip
