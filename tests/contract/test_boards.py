@@ -62,11 +62,11 @@ def test_producers_are_listed_until_they_fall_silent(run_board):
     run_board.report_producer("a", producer(tokens_per_s=1.5))
     run_board.report_producer("b", producer("us"))
     assert run_board.producers() == {"a": producer(tokens_per_s=1.5), "b": producer("us")}
-    time.sleep(0.06)
+    time.sleep(0.6)
     run_board.report_producer("b", producer("us", swaps=1))
-    assert run_board.producers(within_ms=50) == {"b": producer("us", swaps=1)}
-    assert run_board.drop_stale_producers(older_ms=50) == ["a"]
-    assert run_board.drop_stale_producers(older_ms=50) == []
+    assert run_board.producers(within_ms=500) == {"b": producer("us", swaps=1)}
+    assert run_board.drop_stale_producers(older_ms=500) == ["a"]
+    assert run_board.drop_stale_producers(older_ms=500) == []
     assert set(run_board.producers()) == {"b"}
 
 
@@ -100,9 +100,9 @@ def test_shards_are_shared_out_and_their_results_come_together(evaluations):
 
 def test_a_dead_producers_shard_goes_to_another_and_the_first_result_stays(evaluations):
     evaluations.request(POLICY, 1)
-    assert evaluations.take("dead", POLICY, 10) == 0
+    assert evaluations.take("dead", POLICY, 500) == 0
     assert evaluations.take("alive", POLICY, LONG_MS) is None
-    time.sleep(0.02)
+    time.sleep(0.55)
     assert evaluations.take("alive", POLICY, LONG_MS) == 0
     assert evaluations.post(POLICY, 0, {"by": "alive"})
     assert not evaluations.post(POLICY, 0, {"by": "dead"})

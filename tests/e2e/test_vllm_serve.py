@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,22 +122,48 @@ def test_what_it_computes_follows_each_update(server: Server) -> None:
     assert len(answers) == 3
 
 
-def test_requests_that_run_survive_updates_with_all_their_tokens(server: Server) -> None:
-    done: list[list[int]] = []
-    asked = [
-        threading.Thread(target=lambda p=p: done.append(complete(server.url, p, max_tokens=400)[0]))
-        for p in prompts(6, 24, 2)
-    ]
-    for thread in asked:
-        thread.start()
-    time.sleep(0.3)
-    for seed in (21, 22, 23):
-        server.publish(seed)
-        time.sleep(0.1)
-    assert any(thread.is_alive() for thread in asked), "the updates came while requests ran"
-    for thread in asked:
-        thread.join(60)
-    assert [len(tokens) for tokens in done] == [400] * 6
+def test_requests_that_run_survive_updates_with_all_their_tokens(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six clients ask without a pause until the updates are over, however fast either is. No two ask for the same
+    length: they do not end in step, so at any moment requests run."""
+    over = threading.Event()
+    moments: list[float] = []  # of pausing and resuming, in turn
+    answers: list[tuple[float, float, int, int]] = []  # from, until, tokens asked for, tokens
+
+    def ask(prompt: list[int], max_tokens: int) -> None:
+        while not over.is_set():
+            began = time.monotonic()
+            tokens, _ = complete(server.url, prompt, max_tokens=max_tokens)
+            answers.append((began, time.monotonic(), max_tokens, len(tokens)))
+
+    def timed(call: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **more: [moments.append(time.monotonic()), call(*args, **more)][1]
+
+    monkeypatch.setattr(server.client, "pause", timed(server.client.pause))
+    monkeypatch.setattr(server.client, "resume", timed(server.client.resume))
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, prompt, 250 + 50 * i) for i, prompt in enumerate(prompts(6, 24, 2))]
+        try:
+            for seed in (21, 22, 23):
+                _wait_for_more(answers, asked)
+                server.publish(seed)
+        finally:
+            over.set()
+    for each in asked:
+        each.result()
+    assert [got for *_, got in answers] == [wanted for *_, wanted, _ in answers]
+    assert len(moments) == 6
+    for paused, resumed in zip(moments[::2], moments[1::2], strict=True):
+        assert any(start < paused and end > resumed for start, end, *_ in answers), "none ran when it was updated"
+
+
+def _wait_for_more(answers: list[tuple[float, float, int, int]], asked: list[Future[None]]) -> None:
+    had, give_up_s = len(answers), time.monotonic() + 60
+    while len(answers) == had:
+        assert not any(each.done() for each in asked), "a client has ended"
+        assert time.monotonic() < give_up_s, f"no answer but {had} in 60 s"
+        time.sleep(0.01)
 
 
 def test_the_prefix_cache_is_never_stale(server: Server) -> None:
@@ -231,9 +258,10 @@ def test_policies_that_end_or_keep_running_requests(server: Server) -> None:
     ending = ServerSwap(server.client, server.model_dir, server.mirror.layout, kv_policy="new_requests_only")
     ending.attach()
     prompt, done = prompts(1, 24, 8)[0], []
-    thread = threading.Thread(target=lambda: done.append(complete(server.url, prompt, max_tokens=300)))
+    begun = threading.Event()
+    thread = threading.Thread(target=lambda: done.append(complete(server.url, prompt, max_tokens=600, begun=begun)))
     thread.start()
-    time.sleep(0.3)
+    assert begun.wait(60), "no first token in 60 s"
     before = Server(server.url, server.model_dir, Mirror.from_checkpoint(server.model_dir), server.client, server.swap)
     for spec in server.mirror.layout.tensors:
         before.mirror.write(spec.name, None, server.mirror.tensor_bits(spec.name).copy())
@@ -246,7 +274,7 @@ def test_policies_that_end_or_keep_running_requests(server: Server) -> None:
     ending.swap(server.mirror, server.policy, changed)
     thread.join(60)
     tokens, told = done[0]
-    assert len(tokens) == 300
+    assert len(tokens) == 600
     assert before.judge(prompt, tokens, told) < TOLERANCE, "it ended under the weights that it began with"
     assert server.off_by(prompt) < TOLERANCE
     server.swap.attach()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -86,13 +87,23 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=10)
 
 
-def complete(url: str, prompt: Sequence[int], *, max_tokens: int, **more: Any) -> tuple[list[int], list[float]]:
-    """Greedy completion: token ids and their log-probs, [T] each."""
+def complete(
+    url: str, prompt: Sequence[int], *, max_tokens: int, begun: threading.Event | None = None
+) -> tuple[list[int], list[float]]:
+    """Greedy completion: token ids and their log-probs, [T] each. Sets `begun` at the first token."""
     asked = {
         "model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0.0, "logprobs": 0,
-        "return_tokens_as_token_ids": True, "ignore_eos": True, **more,
+        "return_tokens_as_token_ids": True, "ignore_eos": True, "stream": True,
     }  # fmt: skip
-    answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
-    answer.raise_for_status()
-    told = answer.json()["choices"][0]["logprobs"]
-    return [int(t.removeprefix("token_id:")) for t in told["tokens"]], [float(p) for p in told["token_logprobs"]]
+    tokens, logprobs = [], []
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            told = json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"]
+            tokens += [int(t.removeprefix("token_id:")) for t in told["tokens"]]
+            logprobs += [float(p) for p in told["token_logprobs"]]
+            if begun is not None:
+                begun.set()
+    return tokens, logprobs

@@ -202,7 +202,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_deadline(tmp_path: Pat
     assert outcome.end is End.COMPLETED
     assert supervisor.children[0].state is ChildState.STOPPED
     assert supervisor.children[0].exit_code == -signal.SIGKILL
-    assert 2 <= time.monotonic() - began < 10
+    assert 2 <= time.monotonic() - began < 30
 
 
 def test_a_child_with_a_deadline_of_its_own_is_killed_sooner(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_children_die_with_the_supervisor_even_if_the_janitor_died_with_it(host:
     os.kill(host.facts["janitor"], signal.SIGKILL)
     os.kill(host.process.pid, signal.SIGKILL)
     host.process.wait()
-    wait_for(lambda: not any(alive(pid) for pid in host.facts["children"]), "the children to die", 3)
+    wait_for(lambda: not any(alive(pid) for pid in host.facts["children"]), "the children to die")
 
 
 def test_no_child_inherits_the_janitors_pipe_or_anything_else(host: Host) -> None:

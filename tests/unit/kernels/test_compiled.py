@@ -33,7 +33,7 @@ def test_other_threads_run_meanwhile() -> None:
     while thread.is_alive():
         time.sleep(0.001)
         ticks += 1
-    assert ticks > 20
+    assert ticks > 5, "one or two, were the interpreter held all the while"
 
 
 def test_llvmlite_answers_to_symbols_alone() -> None:

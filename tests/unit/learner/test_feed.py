@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_an_old_group_is_dropped_and_its_permit_handed_out_again(world: FeedWorl
     for index in range(BATCH):
         world.produce(index, 0)
     with pytest.raises(DeadlineError, match="4 more groups of 4"):
-        next_batch(feed, version=MAX_AGE + 1, deadline_s=0.3)
+        next_batch(feed, version=MAX_AGE + 1, deadline_s=1.0)
     assert world.ledger("east") == {"produced": 4, "pending": 0, "dropped:age": 4}
     assert {r.age for r in world.log()} == {MAX_AGE + 1}
     again = world.take(BATCH)
@@ -79,7 +80,7 @@ def test_an_old_group_does_not_end_an_attempt_that_is_under_way(world: FeedWorld
     assert (again.group_index, again.attempt) == (0, 1)
     world.produce(0, 0)
     with pytest.raises(DeadlineError):
-        next_batch(feed, version=MAX_AGE + 1, deadline_s=0.2)
+        next_batch(feed, version=MAX_AGE + 1, deadline_s=1.0)
     assert world.ledger("east") == {"produced": 1, "pending": 0, "dropped:age": 1}
     assert world.permits.renew("q", [0], lease_ms=600_000) == []
 
@@ -91,7 +92,7 @@ def test_a_group_that_grows_old_while_it_waits_is_dropped_too(world: FeedWorld) 
         world.produce(index, 0)
     assert train(feed) == [0, 1, 2, 3]
     with pytest.raises(DeadlineError):
-        next_batch(feed, version=MAX_AGE + 1, deadline_s=0.3)
+        next_batch(feed, version=MAX_AGE + 1, deadline_s=1.0)
     assert world.ledger("east")["dropped:age"] == BATCH - 1
     assert [p.group_index for p in world.take(BATCH)][: BATCH - 1] == [4, 5, 6]
 
@@ -243,7 +244,7 @@ def test_dead_letters_have_no_line_and_their_index_is_handed_out_again(world: Fe
     torn = Envelope("p", 99, BATCH - 1, b"not arrow").seal()
     world.stores["east"].add({name.encode(): value for name, value in torn.items()})
     with pytest.raises(DeadlineError, match="1 more groups of 4"):
-        next_batch(feed, deadline_s=0.3)
+        next_batch(feed, deadline_s=1.0)
     assert world.log() == []
     assert world.ledger("east") == {"produced": 3, "pending": 3, "dropped:dead_letter": 1}
     assert world.take(1)[0].group_index == BATCH - 1
@@ -275,9 +276,9 @@ def test_a_long_wait_names_its_cause(world: FeedWorld, monkeypatch: pytest.Monke
     feed = world.feed(why=lambda: "no producer has reported for 300 s")
     said: list[str] = []
     with pytest.raises(DeadlineError) as caught:
-        feed.next_batch(PolicyVersion(1, 0), {1: 0}, deadline_s=0.3, waiting=said.append)
+        feed.next_batch(PolicyVersion(1, 0), {1: 0}, deadline_s=1.0, waiting=said.append)
     for text in (str(caught.value), said[-1]):
         assert "4 more groups of 4" in text
-        assert "region west unreachable for 0 s (no route to west)" in text
+        assert re.search(r"region west unreachable for \d s \(no route to west\)", text)
         assert "no producer has reported for 300 s" in text
     assert "no producer" not in said[0]

@@ -116,7 +116,7 @@ def test_a_drop_is_final_whatever_the_checkpoint_says(world: FeedWorld) -> None:
     feed = begin(world)
     state = feed.state()
     with pytest.raises(DeadlineError):
-        next_batch(feed, version=MAX_AGE + 1, deadline_s=0.2)
+        next_batch(feed, version=MAX_AGE + 1, deadline_s=1.0)
     assert set(world.logged().values()) == {"dropped:age"}
     world.streams["east"] = healthy
     resumed = world.learner(state, epoch=2)
@@ -238,7 +238,7 @@ def test_a_full_disk_delays_the_log_and_the_acknowledgement_with_it(
     assert len(feed.state()["to_settle"]) == BATCH + 1
     full[0] = False
     with pytest.raises(DeadlineError):  # while it waits for the next batch, it tries again
-        next_batch(feed, version=1, deadline_s=0.2)
+        next_batch(feed, version=1, deadline_s=1.0)
     assert feed.error == ""
     assert world.ledger("east") == {"produced": 6, "pending": 1, "trained": 4, "dropped:duplicate": 1}
 

@@ -112,11 +112,11 @@ def test_work_that_gets_on_is_waited_for() -> None:
 
     def work() -> None:
         for _ in range(6):
-            assert not gate._open.wait(0.2)
+            assert not gate._open.wait(0.4)
             worker.progress()
 
     worker.submit(work)
-    worker.wait(lambda: worker.is_free, deadline_s=0.8, what="six pieces", heartbeat=lambda: None)
+    worker.wait(lambda: worker.is_free, deadline_s=2.0, what="six pieces", heartbeat=lambda: None)
     worker.close(deadline_s=20)
 
 

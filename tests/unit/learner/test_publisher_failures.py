@@ -69,7 +69,7 @@ def test_what_fails_for_a_while_is_done_again_with_the_very_same_bytes(
 
 def test_a_store_that_stays_away_fails_the_next_call_and_leaves_the_head(lab: Lab) -> None:
     fails = Fails(0)
-    with lab.ranks(connect=connect_to(lab.world, before_put=fails), connect_deadline_s=0.2) as ranks:
+    with lab.ranks(connect=connect_to(lab.world, before_put=fails), connect_deadline_s=1.0) as ranks:
         ranks.open()
         fails.left = 10**9
         lab.step()
@@ -87,7 +87,7 @@ def test_a_failure_in_the_background_costs_the_skip_alone(lab: Lab) -> None:
         if threading.current_thread().name.startswith("background"):
             raise BackpressureError("full")
 
-    with lab.ranks(connect=connect_to(lab.world, before_put=refuse), connect_deadline_s=0.2, world_size=2) as ranks:
+    with lab.ranks(connect=connect_to(lab.world, before_put=refuse), connect_deadline_s=0.4, world_size=2) as ranks:
         ranks.open()
         for _ in range(4):
             lab.step()
@@ -97,14 +97,14 @@ def test_a_failure_in_the_background_costs_the_skip_alone(lab: Lab) -> None:
 
 
 def test_a_rank_that_is_gone_is_named(lab: Lab) -> None:
-    with lab.ranks(world_size=3, connect_deadline_s=0.2, missing=[1]) as ranks:
+    with lab.ranks(world_size=3, connect_deadline_s=1.0, missing=[1]) as ranks:
         with pytest.raises(DeadlineError, match=r"waiting for rank 1 of the learner to store the share of opening"):
             ranks.open()
         assert lab.world.channel().head() is None
 
 
 def test_a_rank_that_dies_in_mid_run_leaves_the_head_where_it_was(lab: Lab) -> None:
-    with lab.ranks(world_size=2, connect_deadline_s=0.2) as ranks:
+    with lab.ranks(world_size=2, connect_deadline_s=1.0) as ranks:
         ranks.open()
         lab.step()
         ranks.publish()
@@ -151,7 +151,7 @@ def test_a_rank_whose_background_word_does_not_get_through_goes_on(lab: Lab) -> 
                 raise StreamUnavailableError("not now")
             super().put_share(policy, label, rank, text)
 
-    ranks = lab.ranks(world_size=2, connect_deadline_s=0.2, skip_levels=1)
+    ranks = lab.ranks(world_size=2, connect_deadline_s=1.0, skip_levels=1)
     ranks.publishers[1]._connect = lambda: hub_of(lab.world, Deaf(lab.world.weights))
     with ranks:
         ranks.open()

@@ -470,15 +470,15 @@ def test_producers_of_a_node_fetch_once_and_each_learns_what_changed_for_it(node
 def test_while_a_neighbour_has_the_turn_one_waits_and_says_whom_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anabranch.producers.node_turn.TURN_DEADLINE_S", 0.05)
+    monkeypatch.setattr("anabranch.producers.node_turn.TURN_DEADLINE_S", 0.5)
     neighbour = node.another()
     assert neighbour.mirror.try_turn()
     assert not node.follower.poll_once()
     assert node.follower.state is FollowerState.WAITING
-    time.sleep(0.06)
+    time.sleep(0.55)
     neighbour.mirror.note_progress()
     assert not node.follower.poll_once(), "it gets on"
-    time.sleep(0.06)
+    time.sleep(0.55)
     with pytest.raises(AnabranchError, match=r"waiting for process \d+ to fetch"):
         node.follower.poll_once()
     neighbour.mirror.end_turn()

@@ -50,7 +50,7 @@ def test_a_stop_signal_ends_a_wait_early():
     start = time.monotonic()
     assert stop.wait(30)
     assert stop.wait(30)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert stop.reason == "asked"
 
 
