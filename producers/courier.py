@@ -2,7 +2,9 @@
 
 Invariant: records are given in order, none before the stream has said where it stands, and again from there whenever it says
 that it stands lower than before (a server that lost its last second). A record leaves the spool by the release rule alone.
-Held by tests/unit/producers/test_courier.py.
+An
+entry that fails again and again though its region answers is named, with its size.
+Held by tests/unit/producers/test_courier.py and tests/unit/producers/test_courier_stuck.py.
 
     ASKING    what the stream holds is not known: at the start and after every failure
     SENDING   it is, and there are records that it lacks
@@ -20,6 +22,7 @@ import structlog
 
 from anabranch.producers.release_rule import ReleaseRule
 from anabranch.producers.spool import Spool
+from anabranch.schemas.envelope import Envelope
 from anabranch.schemas.errors import ConfigError, EnvelopeError, StreamUnavailableError
 from anabranch.transport.stream import TrajectoryStream
 
@@ -53,6 +56,7 @@ class Courier:
         self._asked_s = float("-inf")
         self._batch = BATCH_RECORDS
         self._known = False  # whether the stream has ever said what it holds
+        self._failing, self._tries = -1, 0  # the record that failed by itself while the region answered; how often
         self.next_seq = spool.floor  # the lowest number that the stream is not known to hold
         self.state = CourierState.ASKING
         self._log = structlog.get_logger()
@@ -107,12 +111,33 @@ class Courier:
             raise ConfigError(
                 f"a group in the spool {self.spool.folder} does not fit an entry: {error}; raise stream.max_entry_bytes"
             ) from error
+        except StreamUnavailableError as error:
+            if len(batch) > 1:
+                raise
+            raise self._alone(batch[0], error) from error
         if expected == batch[0].seq:
             raise StreamUnavailableError(f"the stream answered, and took nothing of {batch[0].producer}/{expected}")
         self._stands_at(expected)
         self._batch = min(2 * self._batch, BATCH_RECORDS)
         self._look()
         return self.state is CourierState.SENDING
+
+    def _alone(self, envelope: Envelope, error: StreamUnavailableError) -> StreamUnavailableError:
+        """A record failed by itself, and the region had answered just before: from the second time on it is named."""
+        self._tries = self._tries + 1 if envelope.seq == self._failing else 1
+        self._failing = envelope.seq
+        if self._tries < 2:
+            return error
+        size = len(envelope.payload)
+        if self._tries & (self._tries - 1) == 0:  # 2, 4, 8, ...
+            self._log.error(
+                "an entry cannot be appended though its region answers: does it take longer to send than "
+                "stream.socket_timeout_ms?",
+                producer=envelope.producer, seq=envelope.seq, bytes=size, tries=self._tries, error=str(error),
+            )  # fmt: skip
+        return StreamUnavailableError(
+            f"entry {envelope.producer}/{envelope.seq} of {size} bytes failed {self._tries} times though its region answers: {error}"
+        )
 
     def _stands_at(self, expected: int) -> None:
         """The stream holds everything below `expected` and nothing else of what is kept."""

@@ -32,6 +32,9 @@ _FULL = re.compile(r"\A(OOM|MISCONF|NOREPLICAS)\b")
 _SCRIPT_DENIED = re.compile(r"user executing the script can't|ACL failure in script")  # Redis; Valkey
 _REFUSED_COMMAND = "refused a command to this user (its ACL; see deploy/redis/*.conf)"
 _BUSY = re.compile(r"\ABUSY\b")  # a script has run for five seconds; it ends, or somebody ends it
+_STRANGE = re.compile(
+    r"WRONGTYPE|is not an integer|is not a valid float|attempt to (compare|perform arithmetic|concatenate|index|call)"
+)
 _READ_BYTES = 256 * 2**10  # asked of the socket at a time: entries are large
 _VERSION = "it must be Redis 7.0 or later, or Valkey"
 ADVICE = "check that it runs, that the address is right and that this machine may reach it"
@@ -113,6 +116,8 @@ class Guard:
 
     def __init__(self, client: redis.Redis, what: str) -> None:
         self._where = f"{what} at {address(client)}"
+        timeout_s = client.connection_pool.connection_kwargs.get("socket_timeout")
+        self._patience = f", stream.socket_timeout_ms = {1000 * timeout_s:.0f}" if timeout_s else ""
 
     def repeat(self, call: Callable[[], T], *, patience_s: float = PATIENCE_S) -> T:
         """`call()`, which must be harmless to repeat, again and again for `patience_s` while the server is away."""
@@ -140,7 +145,8 @@ class Guard:
         except _CREDENTIALS as error:
             raise ConfigError(f"{self._where} {_refused(error)}: {error}") from None
         except _TRANSIENT as error:
-            raise StreamUnavailableError(f"lost {self._where} ({error}); {ADVICE}") from error
+            why = f"{error}{self._patience if isinstance(error, exceptions.TimeoutError) else ''}"
+            raise StreamUnavailableError(f"lost {self._where} ({why}); {ADVICE}") from error
         except exceptions.ResponseError as error:
             if isinstance(error, exceptions.OutOfMemoryError) or _FULL.match(str(error)):
                 raise BackpressureError(
@@ -151,7 +157,7 @@ class Guard:
                 raise ConfigError(f"{self._where} {_REFUSED_COMMAND}: {error}") from None
             if _BUSY.match(str(error)):
                 raise StreamUnavailableError(f"{self._where} is busy ({error})") from error
-            advice = "somebody else wrote to a key of this run" if "WRONGTYPE" in str(error) else _VERSION
+            advice = "somebody else wrote to a key of this run" if _STRANGE.search(str(error)) else _VERSION
             raise AnabranchError(f"{self._where} refused a command: {error}; {advice}") from error
         except exceptions.InvalidResponse as error:
             raise StreamUnavailableError(f"{self._where} does not speak Redis ({error}); {ADVICE}") from error

@@ -10,11 +10,19 @@ from pydantic import Field, model_validator
 
 from anabranch.schemas.config.section import Section
 
+MAX_ENTRY_BYTES = 512 * 2**20  # proto-max-bulk-len of a Redis
+
 
 class StreamSection(Section):
-    max_entry_bytes: int = Field(16 * 2**20, ge=1024)
+    max_entry_bytes: int = Field(
+        16 * 2**20,
+        ge=1024,
+        le=MAX_ENTRY_BYTES,
+        description="a group's entry; no more than a Redis takes (proto-max-bulk-len), and than 100 Mbit/s carry "
+        "within socket_timeout_ms: what takes longer to send can never be sent",
+    )
     block_ms: int = Field(200, ge=1, description="blocking read; kept below socket_timeout_ms")
-    socket_timeout_ms: int = Field(5_000, ge=100)
+    socket_timeout_ms: int = Field(5_000, ge=100, description="an entry must be sent, and answered, within it")
     claim_idle_ms: int = Field(60_000, ge=1_000, description="entries of a dead consumer are claimed after this")
     max_deliveries: int = Field(32, ge=1, description="an entry delivered more often goes to the dead-letter stream")
 

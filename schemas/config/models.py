@@ -19,6 +19,7 @@ from anabranch.schemas.config.learner import LearnerSection
 from anabranch.schemas.config.section import Dtype, Section
 from anabranch.schemas.errors import UnsafeSamplingError, redact_url
 
+ENTRY_BYTES_PER_MS = 12_500  # 100 Mbit/s: a producer's link to its region's Redis
 ENTRY_BYTES_PER_TOKEN = 24  # id, log-prob and up to 16 bytes of text; more is very rare
 
 
@@ -219,6 +220,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"stream.max_entry_bytes = {self.stream.max_entry_bytes} exceeds spool.max_bytes = {self.spool.max_bytes}: "
                 "a group could never be spooled"
+            )
+        sendable = self.stream.socket_timeout_ms * ENTRY_BYTES_PER_MS
+        if self.stream.max_entry_bytes > sendable:
+            raise ValueError(
+                f"stream.max_entry_bytes = {self.stream.max_entry_bytes} exceeds the {sendable} bytes that 100 Mbit/s carry "
+                f"within stream.socket_timeout_ms = {self.stream.socket_timeout_ms}: a longer time-out, or smaller entries"
             )
         largest = self.sampling.group_size * need * ENTRY_BYTES_PER_TOKEN + 8192
         if largest > self.stream.max_entry_bytes:

@@ -68,6 +68,7 @@ def test_a_region_that_hangs_does_not_delay_the_others_and_catches_up(both, away
             assert indices(until(reader, lambda p: p.arrivals)) == [index]
         wait(reader.unreachable, "the hanging region to be noticed")
         assert list(reader.unreachable()) == ["away"]
+        assert "stream.socket_timeout_ms = 1000" in reader.unreachable()["away"]
         assert "unreachable for" in str(reader.health()["away"])
         os.kill(away.pid, signal.SIGCONT)
         put(both["away"], entry(99, run=run_name))

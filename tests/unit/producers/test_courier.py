@@ -9,49 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from anabranch.producers.courier import ASK_EVERY_S, Courier, CourierState
+from anabranch.producers.courier import ASK_EVERY_S, CourierState
 from anabranch.producers.spool import Spool
 from anabranch.producers.spool_file import RECORD_HEADER, SEGMENT_HEADER
 from anabranch.schemas.errors import BackpressureError, ConfigError, StreamUnavailableError
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.transport.stream import ProducerProgress
-from tests.spools import Rough, fill, fresh, section, segments, settle_all
-
-PRODUCER = "east-00-abc123"
-
-
-class Lab:
-    def __init__(self, folder: Path, *, release_after_s: float = 0.0, **options: int) -> None:
-        self.now = 100.0
-        self.stream = Rough(**options)
-        self.spool = Spool(folder, section(max_bytes=2**20, segment_bytes=65536), producer=PRODUCER)
-        self.stored: list[int] = []
-        self.release_after_s = release_after_s
-        self.courier = self.meet(self.spool)
-
-    def meet(self, spool: Spool) -> Courier:
-        return Courier(
-            self.stream,
-            spool,
-            release_after_s=self.release_after_s,
-            on_stored=lambda groups: self.stored.extend(groups),
-            clock=lambda: self.now,
-        )
-
-    def turn(self, after_s: float = 0.0) -> bool:
-        self.now += after_s
-        self.courier.ask()
-        return self.courier.send()
-
-    def drain(self) -> None:
-        while self.turn():
-            pass
-
-    def numbers(self) -> list[int]:
-        return [e.seq for e in fresh(self.stream)]
-
-    def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.stream.calls]
+from tests.spools import fill, fresh, section, segments, settle_all
+from tests.unit.producers.courier_lab import Lab
 
 
 def test_it_asks_before_it_gives_and_gives_in_order_in_batches(tmp_path: Path) -> None:

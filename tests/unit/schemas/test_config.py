@@ -144,6 +144,12 @@ def test_a_wrong_type_or_value_is_refused_and_named(override: str) -> None:
         (["producer.max_model_len=100"], "exceeds producer.max_model_len = 100"),
         (["regions={}"], "regions is empty"),
         (["stream.max_entry_bytes=65536"], "can take 69632 bytes, more than stream.max_entry_bytes = 65536"),
+        (["stream.max_entry_bytes=536870913"], "less than or equal to 536870912"),
+        (
+            ["stream.max_entry_bytes=62500001"],
+            "62500000 bytes that 100 Mbit/s carry within stream.socket_timeout_ms = 5000",
+        ),
+        (["stream.socket_timeout_ms=1000"], "max_entry_bytes = 16777216 exceeds the 12500000 bytes"),
         (['regions."a b".url=redis://h:1'], "region name"),
         (["regions.øst.url=redis://h:1"], "region name"),
         (["hub.url=http://h:1"], "is not a redis://"),
@@ -152,6 +158,11 @@ def test_a_wrong_type_or_value_is_refused_and_named(override: str) -> None:
 def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(overrides=overrides)
+
+
+def test_the_largest_entries_go_with_a_time_out_that_carries_them() -> None:
+    made = load_config(overrides=["stream.max_entry_bytes=536870912", "stream.socket_timeout_ms=43000"])
+    assert made.stream.max_entry_bytes == 512 * 2**20
 
 
 @pytest.mark.parametrize(
