@@ -33,6 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "m2po": {"tau": 0.04},
 }
 _SEQUENCE_TIS_CAP = 5.0
+_WITHOUT_TRUST_REGION = ("none", "tis", "icepop", "seq_mis", "cispo", "aipo", "topr")
 
 
 class CorrectionSection(Section):
@@ -44,17 +45,17 @@ class CorrectionSection(Section):
     )
     advantage: Advantage = "dr_grpo"
     aggregation: Aggregation = "token_mean"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="ppo, grpo, dr_grpo, decoupled, a3po, gspo: lower clip")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="ppo, grpo, dr_grpo, decoupled, a3po, gspo, opsm: lower clip")
     clip_high: float = Field(0.28, gt=0, description="the same: upper clip; default 0.2 for decoupled and a3po")
     tau: float = Field(
         0.2, gt=0, description="dppo_tv: bound on the probability difference; dppo_kl: on the KL; m2po: on the mean d²"
     )
     ratio_cap: float = Field(
-        20.0, gt=0, description="cap of the importance ratio: dppo_tv, dppo_kl 20; decoupled, a3po 5; tis 2 (of a sequence 5); "
-        "cispo 6; aipo 2",
+        20.0, gt=0, description="cap of the importance ratio: dppo_tv, dppo_kl, seq_mis 20; decoupled, a3po 5; tis 2 (of a "
+        "sequence 5); cispo 6; aipo 2",
     )  # fmt: skip
     ratio_level: Literal["token", "sequence"] = Field(
-        "token", description="tis: the ratio of a token or of its trajectory"
+        "token", description="tis, topr: the ratio of a token or of its trajectory"
     )
     band_low: float = Field(
         0.5, ge=0, description="icepop: tokens with a smaller ratio are masked; seq_mis: trajectories"
@@ -76,7 +77,9 @@ class CorrectionSection(Section):
     veto_low: float = Field(1e-4, ge=0, description="a trajectory with any ratio below is dropped from the loss")
     veto_high: float = Field(100.0, gt=1, description="a trajectory with any ratio above is dropped from the loss")
     narrow_with_age: bool = Field(
-        False, description="the trust region (clip_low, clip_high, tau) shrinks to ε/(1 + κ·max(0, lag − from))"
+        False,
+        description="the trust region (clip_low, clip_high, tau) shrinks to ε/(1 + κ·max(0, lag − from)); not for objectives "
+        "without one",
     )
     narrow_rate: float = Field(0.1, ge=0, description="κ")
     narrow_from: int = Field(0, ge=0, description="the lag up to which the trust region is whole")
@@ -100,6 +103,14 @@ class CorrectionSection(Section):
                 raise ValueError(
                     f"correction.{low} = {getattr(self, low)} must lie below correction.{high} = {getattr(self, high)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _a_region_that_narrows_exists(self) -> Self:
+        if self.narrow_with_age and self.objective in _WITHOUT_TRUST_REGION:
+            raise ValueError(
+                f"correction.narrow_with_age has nothing to narrow: correction.objective = {self.objective} has no trust region"
+            )
         return self
 
 

@@ -1,13 +1,17 @@
 import math
+from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.kernels.losses import token_loss, token_weights
 from anabranch.kernels.tokens import Tokens
 from anabranch.schemas.config import CorrectionSection
+from anabranch.schemas.config.correction import Aggregation
+from tests.unit.kernels.objective_cases import CASES, random_batch
 from tests.unit.kernels.token_samples import part, tokens
 
 LENGTHS = torch.tensor([1, 3, 4])
@@ -39,33 +43,29 @@ def test_constant_needs_its_constant():
 
 
 def batch(seed: int = 0, rollouts: int = 6) -> Tokens:
-    g = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 6, (rollouts,), generator=g)
-    n = int(lengths.sum())
-    behaviour = -4 * torch.rand(n, dtype=torch.float64, generator=g)
-    ell = behaviour + 0.5 * torch.randn(n, dtype=torch.float64, generator=g)
-    advantages = torch.randn(rollouts, dtype=torch.float64, generator=g)
-    return tokens(ell.requires_grad_(), behaviour, advantages, lengths=lengths.tolist())
+    return random_batch(CorrectionSection(), seed, rollouts=rollouts, spread=0.35)
 
 
-CONFIGS = [
-    CorrectionSection(),
-    CorrectionSection(objective="grpo"),
-    CorrectionSection(objective="dr_grpo"),
-    CorrectionSection(objective="none", penalty=0.01),
-]
+def gradient(of: Tokens, loss: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(loss, of.ell)
+    return grad
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.objective)
-def test_splitting_a_batch_gives_the_same_loss_and_gradient(config):
-    all_of_it = batch()
-    weights = token_weights(all_of_it.lengths, config.aggregation, max_tokens=5)
-    whole, _ = token_loss(all_of_it, weights, config)
-    (expected,) = torch.autograd.grad(whole, all_of_it.ell)
-    parts = [token_loss(part(all_of_it, a, b), weights[a:b], config)[0] for a, b in ((0, 1), (1, 4), (4, 6))]
-    (split,) = torch.autograd.grad(sum(parts), all_of_it.ell)
-    torch.testing.assert_close(sum(parts), whole)
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 10**6), cuts=st.sets(st.integers(1, 7)))
+def test_splitting_a_batch_gives_the_same_loss_gradient_and_kept_tokens(case, aggregation, seed, cuts):
+    config = CASES[case].model_copy(update={"penalty": 0.01, "age_weight": 0.9})
+    whole = random_batch(config, seed)
+    weights = token_weights(whole.lengths, aggregation, max_tokens=9)
+    expected, kept = token_loss(whole, weights, config)
+    ends = [0, *sorted(cuts), 8]
+    parts = [token_loss(part(whole, a, b), weights[a:b], config) for a, b in pairwise(ends)]
+    split = sum(loss for loss, _ in parts)
     torch.testing.assert_close(split, expected)
+    torch.testing.assert_close(gradient(whole, split), gradient(whole, expected))
+    assert torch.equal(torch.cat([kept for _, kept in parts]), kept)
 
 
 def test_loss_by_hand():
@@ -102,6 +102,44 @@ def test_a_vetoed_trajectory_leaves_no_trace_not_even_its_penalty():
     assert not kept[rollout == 2].any()
     assert (grad[rollout == 2] == 0).all()
     assert grad.abs().sum() > 0
+
+
+def test_penalties_by_hand():
+    # d = ln 2, so r = 2: d² = 0.4805, r − 1 − d = 0.3069; A = 1, c = 0.1, dppo_tv keeps the token at τ = 1 with weight r.
+    ell = torch.tensor([math.log(0.8)], dtype=torch.float64, requires_grad=True)
+    of = tokens(ell, torch.tensor([math.log(0.4)], dtype=torch.float64), [1.0])
+    one = torch.ones(1, dtype=torch.float64)
+    d, value = math.log(2), 2 * math.log(0.8)
+    for kind, loss, slope in (
+        ("d2", -(value - 0.1 * d * d), -(2 - 0.2 * d)),
+        ("k3", -(value - 0.1 * (1 - d)), -(2 - 0.1)),  # ∇(r − 1 − d) = r − 1
+        ("k1", -(2 * (1 - 0.1 * d) * math.log(0.8)), -2 * (1 - 0.1 * d)),
+    ):
+        got, _ = token_loss(of, one, CorrectionSection(tau=1.0, penalty=0.1, penalty_kind=kind))
+        assert got.item() == pytest.approx(loss)
+        assert gradient(of, got).tolist() == pytest.approx([slope])
+
+
+def test_in_the_loss_a_penalty_pulls_masked_tokens_too_as_part_of_the_reward_it_does_not():
+    # p 0.5 → 0.9 at A = 1: out of the region of dppo_tv.
+    ell = torch.tensor([math.log(0.9)], dtype=torch.float64, requires_grad=True)
+    of = tokens(ell, torch.tensor([math.log(0.5)], dtype=torch.float64), [1.0])
+    one = torch.ones(1, dtype=torch.float64)
+    pulls = {}
+    for kind in ("d2", "k3", "k1"):
+        loss, kept = token_loss(of, one, CorrectionSection(penalty=0.1, penalty_kind=kind))
+        assert not kept.any()
+        pulls[kind] = gradient(of, loss).item()
+    assert pulls == pytest.approx({"d2": 0.2 * math.log(1.8), "k3": 0.1 * 0.8, "k1": 0.0})
+
+
+def test_a_lag_weight_takes_from_the_numerator_alone():
+    # Two rollouts of one token, lags 0 and 2, γ = 0.5: the old one counts a quarter, the fresh one no more than before.
+    ell = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    of = tokens(ell, ell.detach().clone(), [1.0, 1.0], lengths=[1, 1], lags=[0, 2])
+    loss, kept = token_loss(of, token_weights(of.lengths, "token_mean"), CorrectionSection(age_weight=0.5))
+    assert gradient(of, loss).tolist() == [-0.5, -0.125]
+    assert kept.all()
 
 
 def test_what_stands_in_a_vetoed_trajectory_never_reaches_loss_or_gradient():

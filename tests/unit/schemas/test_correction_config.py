@@ -33,3 +33,18 @@ def test_the_cap_of_tis_depends_on_its_level():
 def test_a_band_the_wrong_way_round_is_refused():
     with pytest.raises(ConfigError, match=r"correction\.band_low = 3\.0 must lie below correction\.band_high = 2\.0"):
         load_config("[correction]\nobjective = 'seq_mis'\nband_low = 3.0\n")
+
+
+@pytest.mark.parametrize("objective", ["none", "tis", "icepop", "seq_mis", "cispo", "aipo", "topr"])
+def test_a_trust_region_that_is_not_there_cannot_narrow(objective):
+    with pytest.raises(
+        ConfigError, match=rf"nothing to narrow: correction\.objective = {objective} has no trust region"
+    ):
+        load_config(f"[correction]\nobjective = '{objective}'\nnarrow_with_age = true\n")
+
+
+@pytest.mark.parametrize(
+    "objective", ["ppo", "grpo", "dr_grpo", "decoupled", "a3po", "gspo", "opsm", "dppo_tv", "dppo_kl", "m2po"]
+)
+def test_any_trust_region_can_narrow(objective):
+    assert CorrectionSection(objective=objective, narrow_with_age=True).narrow_with_age
