@@ -29,8 +29,8 @@ def group_advantages(rewards: Tensor, group: Tensor, kind: Advantage, lengths: T
       more, and the paper's variant with a baseline takes μ off before; here a rollout counts once and only the batch is taken off.
     - `opo`: R − Σ T·R / Σ T, T the lengths: the baseline of least variance if the squared gradient of a rollout grows as its
       length (OPO, arXiv 2505.23585). Sums to 0 weighted by length.
-    - `maxrl`: (R − μ)/μ (MaxRL, arXiv 2602.02710): in expectation a truncated gradient of log(probability to succeed) instead of the
-      probability, so a prompt solved once in eight counts eight times as much as one solved always. Made for rewards of 0 and 1.
+    - `maxrl`: (R − μ)/μ (MaxRL, arXiv 2602.02710): the gradient of log(probability to succeed), to the order that G allows, instead of
+      that of the probability: a prompt solved once in eight weighs eight times what it does in `dr_grpo`. Made for rewards of 0 and 1.
 
     Args:
         rewards: float64 [R].

@@ -1,7 +1,11 @@
 """All objectives against a second implementation, and what holds for each of them."""
 
+import importlib
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from anabranch.kernels.losses import token_loss, token_weights
 from anabranch.kernels.objectives import needs_proximal, needs_selection, objective_of, selection, squared_drift
 from anabranch.kernels.tokens import Tokens
 from anabranch.schemas.config import CorrectionSection
+from anabranch.schemas.config.correction import Advantage, Aggregation
 from tests.unit.kernels.objective_cases import CASES, KEYS, NAMES, random_batch
 from tests.unit.kernels.objective_reference import reference_loss
 from tests.unit.kernels.token_samples import tokens
@@ -158,3 +163,15 @@ def test_a_selection_is_refused_where_there_is_none_and_asked_for_where_there_is
     of = replace(random_batch(CASES["m2po"]), selected=None)
     with pytest.raises(ValueError, match=r"m2po needs Tokens\.selected"):
         objective_of(of, CASES["m2po"])
+
+
+def test_the_page_about_staleness_explains_every_choice_by_a_function_that_exists():
+    page = (Path(__file__).resolve().parents[3] / "docs" / "staleness.md").read_text("utf-8")
+    explained = set(re.findall(r"^\| (?:penalty )?`(\w+)` \|.*\|.*\|", page, re.MULTILINE))
+    penalties = get_args(CorrectionSection.model_fields["penalty_kind"].annotation)
+    assert {*NAMES, *get_args(Advantage), *get_args(Aggregation), *penalties} <= explained
+    modules = "corrections|token_objectives|sequence_objectives|objectives|losses|advantages|trust"
+    named = set(re.findall(rf"`({modules})\.(\w+)`", page)) - {("objectives", "py")}
+    assert len(named) > 15
+    missing = [f for m, f in named if not hasattr(importlib.import_module(f"anabranch.kernels.{m}"), f)]
+    assert not missing
