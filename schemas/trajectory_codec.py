@@ -163,7 +163,7 @@ def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
     """The group in `payload` if it is plainly well formed; None for any other. All is judged here; the rollouts are made later."""
     n, at, sizes = frame.rows, frame.starts, frame.sizes
     view = memoryview(payload).toreadonly()[BODY:]
-    names = columns.read_names(view, at[_RUN.buffer], n, sizes[_NAMES_SIZES])
+    names = columns.read_names(view, at[_RUN.buffer], at[_GROUP_INDEX.buffer], n, sizes[_NAMES_SIZES])
     reasons = columns.read_reasons(view, at[_REASON.buffer], n, sizes[_REASON.size])
     prompt_text = columns.read_same_text(view, at[_PROMPT_TEXT.buffer], n, sizes[_PROMPT_TEXT.size])
     texts = columns.read_texts(view, at[_TEXT.buffer], n, sizes[_TEXT.size])
@@ -211,23 +211,24 @@ def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
         return None
 
     def rollouts() -> tuple[Rollout, ...]:
-        keys = list(zip(epochs, versions, starts, strict=True))
-        made = {key: VersionSpan(_policy(*key[:2]), key[2]) for key in set(keys)}
-        each = [made[key] for key in keys]
-        rows = zip(
-            samples, pairwise(token_ends), pairwise(span_ends), rewards, reasons, texts.cut(), times[:n], times[n : 2 * n],
-            strict=True,
-        )  # fmt: skip
+        each, bounds = list(map(_span, epochs, versions, starts)), list(pairwise(token_ends))
+        own = [tuple(each[a:b]) for a, b in pairwise(span_ends)]
+        ids, chances = [tokens[a:b] for a, b in bounds], [logprobs[a:b] for a, b in bounds]
         return tuple(
-            Rollout(sample, tokens[a:b], logprobs[a:b], tuple(each[c:d]), reward, reason, text, started, finished)
-            for sample, (a, b), (c, d), reward, reason, text, started, finished in rows
+            map(Rollout, samples, ids, chances, own, rewards, reasons, texts.cut(), times[:n], times[n : 2 * n])
         )
 
     later = LaterRollouts(n, rollouts, highest, _policies(epochs, versions))
-    return Group(*names, group_index, attempt, prompt, prompt_text, answer, later, group_size)
+    run, region, producer = names
+    return Group(run, region, producer, group_index, attempt, prompt, prompt_text, answer, later, group_size)
 
 
 _policy = lru_cache(maxsize=256)(PolicyVersion)
+
+
+@lru_cache(maxsize=1024)
+def _span(epoch: int, version: int, start: int) -> VersionSpan:
+    return VersionSpan(_policy(epoch, version), start)
 
 
 @lru_cache(maxsize=256)

@@ -75,10 +75,9 @@ def read_same_text(view: memoryview, begin: int, rows: int, size: int) -> str | 
     return _text(held[:length]) if are_alike(held, rows) else None
 
 
-def read_names(view: memoryview, begin: int, rows: int, sizes: tuple[int, ...]) -> tuple[str, ...] | None:
-    """As `read_same_text`, of string columns side by side, of such sizes, that are much the same in every payload."""
-    head = offsets(rows).size
-    end = begin + sum(head + size + len(padding(size)) for size in sizes)
+def read_names(view: memoryview, begin: int, end: int, rows: int, sizes: tuple[int, ...]) -> tuple[str, ...] | None:
+    """As `read_same_text`, of string columns side by side, of such sizes and ending at `end`, that are much the same in every
+    payload."""
     known = _names if end - begin <= _KEPT_BYTES else _names.__wrapped__
     return known(bytes(view[begin:end]), rows, sizes)
 

@@ -5,8 +5,7 @@ for columns of those lengths, so that there is nothing in it for a parser to jud
 Arrow's. Held by tests/property/test_trajectory_codec.py and tests/property/test_trajectory_fuzz.py.
 
 Lengths are counted by *sizes*: [1, rows, then for every list of the schema how many values all of its rows hold, and for every
-string column how many bytes]. The length of each buffer is linear in one of them, and where it begins is a sum of padded lengths
-of those before it, which are of a dozen kinds: so all numbers of a message are one product of a matrix.
+string column how many bytes]. The length of each buffer is linear in one of them, and of a dozen kinds.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from anabranch.schemas.trajectory_schema import SCHEMA
 
@@ -39,8 +37,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """`starts`: where in the body (the payload from `BODY` on) each buffer begins, children behind their parents. `sizes`: see
-    above."""
+    """`starts`: where in the body (the payload from `BODY` on) each buffer begins, children behind their parents, and where the
+    last ends. `sizes`: see above."""
 
     starts: list[int]
     sizes: tuple[int, ...]
@@ -136,7 +134,6 @@ _WALK = _Walk()
 PLACES = _WALK.places
 _SAMPLE = _sample_message()
 _AT = _Message(_SAMPLE)
-_STARTS = slice(_AT.buffers, _AT.buffers + 2 * len(_WALK.buffers), 2)
 _HEAD, BODY = len(SCHEMA_MESSAGE), len(SCHEMA_MESSAGE) + len(_SAMPLE)
 _KINDS = sorted(set(_WALK.buffers) - {_NOTHING})
 
@@ -151,40 +148,47 @@ def _teller() -> Callable[[bytes | memoryview], tuple[int, ...]]:
     return lambda payload: in_order(words.unpack_from(payload, _HEAD))
 
 
-def _linear_message() -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The words of a message: constants, and how often each of [sizes, padded lengths of `_KINDS`] is in them."""
-    always = np.frombuffer(_SAMPLE, np.int64).copy()
-    sizes = 2 + len(_WALK.read_at)
-    often = np.zeros((len(always), sizes + len(_KINDS)))
-    always[_AT.rows] = always[_AT.body] = 0
-    often[_AT.rows, _ROWS] = 1
-    for i, size in enumerate(_WALK.nodes):
-        always[_AT.nodes + 2 * i] = 0
-        often[_AT.nodes + 2 * i, size] = 1
-    before = np.zeros(sizes + len(_KINDS))
-    for i, length in enumerate(_WALK.buffers):
-        at = _AT.buffers + 2 * i
-        always[at : at + 2] = 0
-        often[at] = before
-        if length is not _NOTHING:
-            often[at + 1, [_ONE, length.size]] = length.extra, length.each
-            before[sizes + _KINDS.index(length)] += 1
-    often[_AT.body] = before
-    return always, often
-
-
 _told = _teller()
-_ALWAYS, _OFTEN = _linear_message()
+
+
+def _writer() -> Callable[[Sequence[int], Sequence[int], Sequence[int]], bytes]:
+    """Writes what is before the body, from the sizes, the lengths of `_KINDS`, and where buffers begin and the last ends."""
+    sizes, kinds, buffers = 2 + len(_WALK.read_at), len(_KINDS), len(_WALK.buffers)
+    zero, starts = sizes + kinds, sizes + kinds + 1  # all numbers that occur, side by side: where each is
+    numbers = {_AT.rows: _ROWS, _AT.body: starts + buffers}
+    for i, size in enumerate(_WALK.nodes):
+        numbers[_AT.nodes + 2 * i] = size
+    for i, length in enumerate(_WALK.buffers):
+        numbers[_AT.buffers + 2 * i] = starts + i
+        numbers[_AT.buffers + 2 * i + 1] = zero if length is _NOTHING else sizes + _KINDS.index(length)
+    form, order, constants = f"<{_HEAD}s", [starts + buffers + 1], [SCHEMA_MESSAGE]
+    for at in range(len(_SAMPLE) // 8):
+        constant = _SAMPLE[8 * at : 8 * at + 8]
+        if at in numbers:
+            form += "q"
+            order.append(numbers[at])
+        elif any(constant):
+            form += "8s"
+            order.append(starts + buffers + 1 + len(constants))
+            constants.append(constant)
+        else:
+            form += "8x"
+    pack, in_order, always = struct.Struct(form).pack, itemgetter(*order), tuple(constants)
+    return lambda told, lengths, begins: pack(*in_order((*told, *lengths, 0, *begins, *always)))
+
+
+_written = _writer()
+_lengths_of_buffers = itemgetter(
+    *(len(_KINDS) if length is _NOTHING else _KINDS.index(length) for length in _WALK.buffers)
+)
 
 
 def frame_of(sizes: Sequence[int]) -> tuple[bytes, list[int], int]:
     """What is before the body of a batch of such sizes; where in the body each buffer begins; and the body's length."""
-    padded = [(extra + each * sizes[size] + 7) & -8 for each, size, extra in _KINDS]
-    # As doubles: quicker, and exact up to 2^53.
-    words = (_OFTEN @ np.array([*sizes, *padded], np.float64)).astype(np.int64)
-    words += _ALWAYS
-    starts: list[int] = words[_STARTS].tolist()
-    return SCHEMA_MESSAGE + words.tobytes(), starts, int(words[_AT.body])
+    lengths = [extra + each * sizes[size] for each, size, extra in _KINDS]
+    padded = [(length + 7) & -8 for length in lengths]
+    starts = list(accumulate(_lengths_of_buffers([*padded, 0]), initial=0))
+    return _written(sizes, lengths, starts), starts, starts[-1]
 
 
 def find_frame(payload: bytes | memoryview) -> Frame | None:
