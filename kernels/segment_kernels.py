@@ -25,7 +25,7 @@ FLEX_BLOCK = 128
 
 @cache
 def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention)  # type: ignore[no-any-return]
+    return torch.compile(flex_attention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,9 @@ class FlexPlan:
         """
         if dropout:
             raise ValueError("flex attention has no dropout")
-        attention = _compiled_flex() if query.device.type == "cuda" else flex_attention
+        attention: Callable[..., Any] = flex_attention
+        if query.device.type == "cuda":
+            attention = _compiled_flex()
         grouped = query.shape[1] != key.shape[1]
         out: Tensor = attention(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=grouped)
         return out

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.kernels.segments import NO_PARENT
 from anabranch.kernels.tokens import Tokens
 from anabranch.learner.batch import TrainBatch
 
@@ -43,12 +44,17 @@ class MicroBatch:
     real: NDArray[np.bool_]  # []
 
     def model_inputs(self, device: torch.device) -> tuple[Tensor, ...]:
-        """`input_ids`, `position_ids`, `segments`, `predecessors`, `targets`: the arguments of `PolicyModule.forward`."""
-        arrays = (self.input_ids, self.position_ids, self.segments, self.predecessors, self.targets)
-        return tuple(torch.from_numpy(array).to(device) for array in arrays)
+        """`input_ids`, `position_ids`, `segments`, `predecessors`, `targets`: the arguments of `PolicyModule.forward`.
+        The segments stay on the CPU: calls are planned from them."""
+        ids, positions, predecessors, targets = (
+            torch.from_numpy(array).to(device)
+            for array in (self.input_ids, self.position_ids, self.predecessors, self.targets)
+        )
+        return ids, positions, torch.from_numpy(self.segments), predecessors, targets
 
-    def tokens(self, logprobs: Tensor, proximal: Tensor | None = None) -> Tokens:
-        """Args: logprobs, proximal: float32 [N], in the order of `targets`; `proximal` is `logprobs` if it is not given."""
+    def tokens(self, logprobs: Tensor, proximal: Tensor | None = None, selected: Tensor | None = None) -> Tokens:
+        """Args: logprobs, proximal: float32 [N], selected: bool [N], in the order of `targets`; `proximal` is `logprobs` if it
+        is not given."""
 
         def here(array: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(array).to(logprobs.device)
@@ -61,6 +67,7 @@ class MicroBatch:
             advantages=here(self.advantages).repeat_interleave(lengths),
             lags=here(self.lags),
             lengths=lengths,
+            selected=selected,
         )
 
 
@@ -73,27 +80,106 @@ def padded(
     Args:
         advantages, weights: float64 [all rollouts of the batch].
     """
-    chosen = np.array(list(rollouts) or [0], dtype=np.int64)
-    lengths, prompts = batch.lengths[chosen], batch.prompt_lengths[chosen]
-    if not len(rollouts):
-        lengths = np.ones_like(lengths)
-    width, longest = int((lengths + prompts).max()), int(lengths.max())
-    row, offset = np.nonzero(np.arange(longest)[None, :] < lengths[:, None])
-    column = prompts[row] + offset
+    chosen, lengths = _chosen(batch, rollouts)
+    prompts = batch.prompt_lengths[chosen]
+    width = int((lengths + prompts).max())
     token_ids = batch.token_ids[chosen, :width]
-    return MicroBatch(
+    row, offset = np.nonzero(np.arange(int(lengths.max()))[None, :] < lengths[:, None])
+    return _micro_batch(
+        batch, chosen, lengths, advantages, weights,
+        real=bool(len(rollouts)),
         input_ids=np.ascontiguousarray(token_ids),
         position_ids=np.broadcast_to(np.arange(width), token_ids.shape).copy(),
         segments=np.empty((0, 3), np.int64),
-        predecessors=row * width + column - 1,
-        targets=token_ids[row, column],
+        predecessors=row * width + prompts[row] + offset - 1,
+    )  # fmt: skip
+
+
+def packed(
+    batch: TrainBatch,
+    rollouts: Sequence[int],
+    advantages: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    *,
+    share_prompts: bool,
+) -> MicroBatch:
+    """`rollouts` (rows of `batch`) one after the other in one row. The last token of each predicts nothing and is left out.
+
+    Args:
+        advantages, weights: float64 [all rollouts of the batch].
+        share_prompts: rollouts of one group stand after one prompt, their parent segment.
+    """
+    chosen, lengths = _chosen(batch, rollouts)
+    prompts = batch.prompt_lengths[chosen]
+    ids, places, segments, predecessors = [], [], [], []
+    at, parent, parent_end, group = 0, NO_PARENT, 0, -1
+    alone = np.bincount(batch.group[chosen])[batch.group[chosen]] == 1
+
+    def put(row: int, start: int, stop: int, above: int) -> None:
+        nonlocal at
+        if stop > start:
+            segments.append((at, stop - start, above))
+            ids.append(batch.token_ids[row, start:stop])
+            places.append(np.arange(start, stop))
+            at += stop - start
+
+    for i, row in enumerate(chosen.tolist()):
+        prompt, length = int(prompts[i]), int(lengths[i])
+        if share_prompts and not alone[i]:
+            if group != batch.group[row]:
+                group, parent = int(batch.group[row]), len(segments)
+                put(row, 0, prompt, NO_PARENT)
+                parent_end = at
+            predecessors.append([parent_end - 1])
+            predecessors.append(np.arange(at, at + length - 1))
+            put(row, prompt, prompt + length - 1, parent)
+        else:
+            predecessors.append(np.arange(at + prompt - 1, at + prompt + length - 1))
+            put(row, 0, prompt + length - 1, NO_PARENT)
+    return _micro_batch(
+        batch, chosen, lengths, advantages, weights,
+        real=bool(len(rollouts)),
+        input_ids=np.concatenate(ids)[None],
+        position_ids=np.concatenate(places)[None],
+        segments=np.array(segments, np.int64),
+        predecessors=np.concatenate(predecessors).astype(np.int64),
+    )  # fmt: skip
+
+
+def _chosen(batch: TrainBatch, rollouts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows of the batch and how many of their completion tokens count: one of the first rollout, if there is none."""
+    chosen = np.array(list(rollouts) or [0], dtype=np.int64)
+    return chosen, batch.lengths[chosen] if len(rollouts) else np.ones(1, np.int64)
+
+
+def _micro_batch(
+    batch: TrainBatch,
+    chosen: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    advantages: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    *,
+    real: bool,
+    input_ids: NDArray[np.int64],
+    position_ids: NDArray[np.int64],
+    segments: NDArray[np.int64],
+    predecessors: NDArray[np.int64],
+) -> MicroBatch:
+    """What does not depend on how rows are laid out."""
+    row, offset = np.nonzero(np.arange(int(lengths.max()))[None, :] < lengths[:, None])
+    return MicroBatch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        segments=segments,
+        predecessors=predecessors,
+        targets=batch.token_ids[chosen][row, batch.prompt_lengths[chosen][row] + offset],
         behaviour=batch.behaviour[chosen][row, offset],
         lags=batch.ages[chosen][row, offset],
         lengths=lengths,
         advantages=advantages[chosen].astype(np.float32),
-        weights=weights[chosen].astype(np.float32) if len(rollouts) else np.zeros(1, np.float32),
+        weights=weights[chosen].astype(np.float32) if real else np.zeros(1, np.float32),
         rollouts=chosen,
-        real=np.array(bool(len(rollouts))),
+        real=np.array(real),
     )
 
 
