@@ -1,34 +1,46 @@
-"""Checkpoints of a run: written aside, made durable, renamed, then marked complete.
+"""Checkpoints of a run: begun while the engine stands still, finished while it may go on.
 
 Invariant: a checkpoint is either complete (its marker lists every file with size and digest) or is not seen at all;
 whatever moment a crash comes, the newest complete one still loads. One that belongs to another run, model or number
-of ranks, or whose files changed since, is refused by name. Held by tests/unit/learner/test_checkpoint.py.
+format, or whose files changed since, is refused by name. Held by tests/unit/learner/test_checkpoint.py,
+tests/unit/learner/test_foreign_checkpoints.py and tests/process/test_checkpoint_kills.py.
 
     checkpoints/step-00000020/   model and optimizer (DeepSpeed), engine.json, client.json, rng-*.json
                     COMPLETE.json   the marker, written last
+    checkpoints/universal-step-00000020/   the same for any number of ranks, made when it is wanted (see universal.py)
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import structlog
-import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from anabranch.learner.beating import beating, file_deadline_s
+from anabranch.learner.checkpoint_folder import (
+    MARKER,
+    Marker,
+    complete_checkpoints,
+    files_in,
+    places,
+    read_marker,
+    seal,
+    step_of,
+    verify,
+)
+from anabranch.learner.retention import UNIVERSAL, kept_checkpoints, sources_of
 from anabranch.schemas.errors import CheckpointError
 from anabranch.schemas.layout import Layout
-from anabranch.transport.files import sync_directory, write_atomically
+from anabranch.transport.files import sync_directory
 
-MARKER = "COMPLETE.json"
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?\Z")
-_READ_BYTES = 2**22
+# Every byte of the weights, as published, stands for about as many of masters and two moments (16 bits -> 3 · 32).
+STATE_FACTOR = 8
 
 
 class Checkpointed(Protocol):
@@ -45,18 +57,19 @@ class Checkpointed(Protocol):
     def state_bits(self) -> dict[str, np.ndarray[Any, Any]]: ...
 
 
-class Marker(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    format: str = Field("anabranch.checkpoint/1", pattern=r"^anabranch\.checkpoint/1$")
-    run: str
-    step: int
-    layout_hash: str
-    files: dict[str, tuple[int, str]] = Field(description="path inside the checkpoint -> bytes, xxh3-128")
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A checkpoint whose files are written and may still be lost."""
+
+    aside: Path
+    place: Path
+    marker: Marker
 
 
 class CheckpointStore:
-    """The checkpoints of run `run` in `directory`; `keep` complete ones are retained. Only rank 0 has one. `heartbeat` is
-    called while files are written, often: a large checkpoint takes minutes."""
+    """The checkpoints of run `run` in `directory`; the `keep` newest complete ones are retained, and those of every
+    `keep_every` steps (0: none). Only rank 0 has one. `heartbeat` is called while files are written, often: a large
+    checkpoint takes minutes."""
 
     def __init__(
         self,
@@ -65,10 +78,11 @@ class CheckpointStore:
         run: str,
         layout_hash: str,
         keep: int,
+        keep_every: int = 0,
         heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
-        self._directory, self._run, self._layout_hash, self._keep = directory, run, layout_hash, keep
-        self._heartbeat = heartbeat
+        self._directory, self._run, self._layout_hash = directory, run, layout_hash
+        self._keep, self._keep_every, self._heartbeat = keep, keep_every, heartbeat
         self._log = structlog.get_logger()
 
     def save(self, engine: Checkpointed, client_state: dict[str, Any]) -> Path:
@@ -77,29 +91,44 @@ class CheckpointStore:
         Raises:
             OSError: the disk is full or not writable. The earlier checkpoints are untouched.
         """
+        unfinished = self.begin(engine, client_state)
+        self.finish(unfinished, progress=self._heartbeat)
+        return unfinished.place
+
+    def begin(self, engine: Checkpointed, client_state: dict[str, Any]) -> Unfinished:
+        """Write the files of `save`: after it the engine may go on, while `finish` makes them durable. One at a time.
+
+        Raises OSError or TemporaryError as `save`.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
         for leftover in self._directory.glob(".*.tmp"):
             shutil.rmtree(leftover)
         place = self._free_place(engine.step)
         aside = self._directory / f".{place.name}.tmp"
-        engine.save(aside, client_state)
-        files = {str(p.relative_to(aside)): self._secure(p) for p in _files(aside)}
-        for folder in [aside, *(p for p in aside.rglob("*") if p.is_dir())]:
-            sync_directory(folder)
-        os.rename(aside, place)
-        sync_directory(self._directory)
-        marker = Marker(run=self._run, step=engine.step, layout_hash=self._layout_hash, files=files)
-        write_atomically(place / MARKER, marker.model_dump_json(indent=1).encode())
-        self._retire()
-        return place
+        with self._beating(engine, "writing a checkpoint"):
+            engine.save(aside, client_state)
+        marker = Marker(run=self._run, step=engine.step, layout_hash=self._layout_hash, files={})
+        return Unfinished(aside, place, marker)
+
+    def finish(self, unfinished: Unfinished, *, progress: Callable[[], object] = lambda: None) -> Marker:
+        """Make it durable, mark it, and let older ones go; in any thread. `progress` is called for every block of a file.
+
+        Raises OSError: it is not complete, and the earlier checkpoints are untouched.
+        """
+        marker = seal(unfinished.aside, unfinished.place, unfinished.marker, progress=progress)
+        try:
+            self._retire()
+        except OSError as error:  # this checkpoint is complete all the same
+            self._log.warning("old checkpoints cannot be removed", directory=str(self._directory), error=str(error))
+        return marker
 
     def load_newest(self, engine: Checkpointed) -> dict[str, Any] | None:
         """Load the newest complete checkpoint into `engine`; returns its client state, None if there is none.
 
         Raises:
-            CheckpointError: it is of another run or model, was written by another number of ranks, or a file in it is
-                missing or damaged. An older one is not taken instead: entries that went into the newer one are
-                acknowledged and would be lost without a word.
+            CheckpointError: it is of another run or model, was written by ranks or with dtypes from which `engine` cannot
+                go on, or a file in it is missing or damaged. An older one is not taken instead: entries that went into the
+                newer one are acknowledged and would be lost without a word.
         """
         complete = complete_checkpoints(self._directory)
         if not complete:
@@ -112,14 +141,13 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{place} holds another model: its layout is {marker.layout_hash}, not {self._layout_hash}"
             )
-        for name, expected in marker.files.items():
-            path = place / name
-            if not path.is_file() or _size_and_digest(path) != expected:
-                raise CheckpointError(
-                    f"{path} is {'damaged' if path.is_file() else 'missing'}; to go back to an older checkpoint: "
-                    f"anabranch checkpoints --give-up-above {marker.step - 1}"
-                )
-        return engine.load(place)
+        hint = f"; to go back to an older checkpoint: anabranch checkpoints --give-up-above {marker.step - 1}"
+        if marker.step != step_of(place):
+            raise CheckpointError(f"{place} holds step {marker.step}: it was renamed; give it its name back")
+        verify(place, marker, hint=hint, progress=self._heartbeat)
+        # Twice: it may have to be converted for another number of ranks.
+        with beating(self._heartbeat, "reading a checkpoint", deadline_s=2 * file_deadline_s(marker.bytes)):
+            return engine.load(place)
 
     def export(self, engine: Checkpointed, directory: Path | None = None) -> Path:
         """Write the present weights as a Hugging Face folder (default: `model` beside the checkpoints)."""
@@ -128,21 +156,20 @@ class CheckpointStore:
         target = directory or self._directory.parent / "model"
         aside = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(aside, ignore_errors=True)
-        export_hf(aside, engine.layout, engine.state_bits(), source=engine.model_dir)
-        for path in _files(aside):
-            self._secure(path)
+        with self._beating(engine, "exporting the model"):
+            export_hf(aside, engine.layout, engine.state_bits(), source=engine.model_dir)
+        for path in files_in(aside):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            self._heartbeat()
         shutil.rmtree(target, ignore_errors=True)
         os.rename(aside, target)
         sync_directory(target.parent)
         return target
 
-    def _secure(self, path: Path) -> tuple[int, str]:
-        """`_size_and_digest` of a file that is on the disk when this returns."""
-        found = _size_and_digest(path, heartbeat=self._heartbeat)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        self._heartbeat()
-        return found
+    def _beating(self, engine: Checkpointed, what: str) -> Any:
+        deadline_s = file_deadline_s(STATE_FACTOR * engine.layout.payload_bytes)
+        return beating(self._heartbeat, what, deadline_s=deadline_s)
 
     def _free_place(self, step: int) -> Path:
         """A new name for this step: one that is there already (unmarked, or of an abandoned line) stays as it is until
@@ -151,24 +178,12 @@ class CheckpointStore:
         return next(self._directory / name for name in names if not (self._directory / name).exists())
 
     def _retire(self) -> None:
-        kept = set(complete_checkpoints(self._directory)[-self._keep :])
-        for place in _places(self._directory):
-            if place not in kept:
-                (place / MARKER).unlink(missing_ok=True)  # first, so that half a checkpoint is never a complete one
-                shutil.rmtree(place)
-
-
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """Folders of the complete checkpoints in `directory`, oldest first."""
-    return [p for p in _places(directory) if (p / MARKER).is_file()]
-
-
-def read_marker(place: Path) -> Marker:
-    """Raises CheckpointError if the marker of the checkpoint `place` cannot be read."""
-    try:
-        return Marker.model_validate_json((place / MARKER).read_bytes())
-    except ValidationError as error:
-        raise CheckpointError(f"{place / MARKER} is not a checkpoint marker this version reads") from error
+        kept = kept_checkpoints(complete_checkpoints(self._directory), keep=self._keep, keep_every=self._keep_every)
+        gone = [p for p in places(self._directory) if p not in kept]
+        gone += [p for p in self._directory.glob(f"{UNIVERSAL}*") if sources_of(p) not in kept]
+        for place in gone:
+            (place / MARKER).unlink(missing_ok=True)  # first, so that half a checkpoint is never a complete one
+            shutil.rmtree(place)
 
 
 def give_up_above(directory: Path, step: int) -> list[tuple[Path, Path]]:
@@ -192,24 +207,3 @@ def give_up_above(directory: Path, step: int) -> list[tuple[Path, Path]]:
         moved.append((place, aside))
     sync_directory(directory)
     return moved
-
-
-def _places(directory: Path) -> list[Path]:
-    """Everything that has a checkpoint's name, oldest first."""
-    found = [(match, p) for p in directory.glob("step-*") if (match := _NAME.match(p.name))]
-    return [p for _, p in sorted(found, key=lambda x: (int(x[0][1]), int(x[0][2] or 0)))]
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.rglob("*") if p.is_file())
-
-
-def _size_and_digest(path: Path, *, heartbeat: Callable[[], object] = lambda: None) -> tuple[int, str]:
-    """Bytes and xxh3-128 of a file; `heartbeat` is called for every block."""
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-            size += len(block)
-            heartbeat()
-    return size, digest.hexdigest()

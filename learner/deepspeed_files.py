@@ -11,8 +11,10 @@ version adds makes the load fail by name.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,26 @@ import torch
 from anabranch.schemas.errors import CheckpointError, TemporaryError
 
 
+@contextlib.contextmanager
+def deepspeed_classes() -> Iterator[None]:
+    """Inside, `torch.load(weights_only=True)` takes the classes of DeepSpeed that its files hold: data, without code of their
+    own to run when they are read. May be nested."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    allowed = torch.serialization.get_safe_globals()
+    # Only what is not allowed yet: torch's own context takes away at its end what one around it had allowed.
+    with torch.serialization.safe_globals(
+        [c for c in (LossScaler, ZeroStageEnum, fragment_address) if c not in allowed]
+    ):
+        yield
+
+
 def guard_files(engine: Any) -> None:
     """Make `engine` (a DeepSpeedEngine) read checkpoints without running code from them, and fail to write with a
     TemporaryError."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
 
     if not isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
         raise CheckpointError(
@@ -36,7 +51,7 @@ def guard_files(engine: Any) -> None:
 
     def load(path: str, map_location: Any = None) -> Any:
         try:
-            with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            with deepspeed_classes():
                 return torch.load(path, map_location=map_location, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{Path(path).name} is not a DeepSpeed checkpoint file: {error}") from error

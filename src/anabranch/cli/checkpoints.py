@@ -28,7 +28,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     directory = config_from(args).run.directory / "checkpoints"
-    from anabranch.learner.checkpoint import complete_checkpoints, give_up_above, read_marker
+    from anabranch.learner.checkpoint import give_up_above
+    from anabranch.learner.checkpoint_folder import complete_checkpoints, read_marker
 
     moved = [] if args.give_up_above is None else give_up_above(directory, args.give_up_above)
     there = [
