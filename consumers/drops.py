@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from anabranch.schemas.fates import CONSUMED, FateRecord
+from anabranch.schemas.fates import TRAINED, ZERO_VARIANCE, FateRecord
 
 SIGNIFICANT = 3.0
 FEWEST = 10
 CONSUMED_FATE = "consumed"  # trained and dropped:zero_variance together
+SEEN = (TRAINED, ZERO_VARIANCE)
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ def tally(records: Iterable[FateRecord]) -> Tallies:
     """`CONSUMED_FATE` stands for trained and dropped:zero_variance."""
     found: Tallies = {}
     for record in records:
-        fate = CONSUMED_FATE if record.fate in CONSUMED else record.fate
+        fate = CONSUMED_FATE if record.fate in SEEN else record.fate
         found.setdefault(record.region, {}).setdefault(fate, Tally()).add(record)
     return found
 

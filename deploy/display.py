@@ -100,12 +100,8 @@ def alarms(view: RunView) -> list[str]:
         elif status.last_error:
             found.append(f"{name}: {status.last_error}")
     if (step := view.history.last) is not None:
-        if step.ess_token < 0.3:
-            found.append(f"ESS {step.ess_token:.2f} is below 0.3: the batch is far off-policy")
-        if not 0.5 <= step.ratio_mean <= 2:
-            found.append(f"mean ratio {step.ratio_mean:.2f} is outside 0.5 to 2")
-        if (step.kl_k3_same_version or 0.0) > 1e-3:
-            found.append(f"KL at age 0 is {step.kl_k3_same_version:.1e}, over 1e-3: engine and learner disagree")
+        skipped = f"; {step.skipped_groups} groups kept from the weights" if step.skipped_groups else ""
+        found += [f"gate: {gate}{skipped}" for gate in step.gates]
         found += [
             f"dropped {count} group(s): {cause}"
             for cause, count in step.dropped.items()

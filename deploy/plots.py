@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from anabranch.deploy.history import History
-from anabranch.schemas.metrics import StepRecord
+from anabranch.schemas.metrics import DriftRecord, StepRecord
 
 BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#767676",
@@ -31,7 +31,7 @@ _SMOOTH_STEPS = 10
 def write_plots(history: History, folder: Path, *, title: str) -> list[Path]:
     """One PNG per question into `folder` (made if missing); returns their paths.
 
-    reward.png, age.png, bytes.png, ess.png, time.png.
+    reward.png, age.png, bytes.png, ess.png, drift.png, time.png.
     """
     folder.mkdir(parents=True, exist_ok=True)
     makers: dict[str, Callable[[History, Figure], None]] = {
@@ -39,6 +39,7 @@ def write_plots(history: History, folder: Path, *, title: str) -> list[Path]:
         "age": _age,
         "bytes": _bytes,
         "ess": _ess,
+        "drift": _drift,
         "time": _time,
     }
     paths = []
@@ -120,13 +121,40 @@ def _ess(history: History, figure: Figure) -> None:
     axes, lower = _panels(figure, history, "share", "ratio")
     axes.plot(*_series(history, lambda s: s.ess_token), color=BLUE, label="effective sample size of the token ratios")
     axes.plot(*_series(history, lambda s: s.masked_fraction), color=PINK, label="tokens masked")
-    axes.axhline(0.3, color=RED, linestyle=":", label="alarm below 0.3")
+    axes.axhline(0.3, color=RED, linestyle=":", label="0.3, where gates.ess warns")
     axes.set_ylim(0, 1.05)
     lower.plot(*_series(history, lambda s: max(s.ratio_max, 1e-6)), color=ORANGE, linewidth=1, label="largest ratio")
     lower.plot(*_series(history, lambda s: max(s.ratio_mean, 1e-6)), color=BLUE, label="mean ratio")
     lower.set_yscale("log")
     _legend(axes)
     _legend(lower)
+
+
+def _drift(history: History, figure: Figure) -> None:
+    axes, lower = _panels(figure, history, "KL (k3)", "tokens masked")
+    starts = sorted({cell.age_from for step in history.steps.values() for cell in step.drift})
+    shades = matplotlib.colormaps["cividis"](np.linspace(0, 0.9, max(len(starts), 2)))
+    for start, shade, until in zip(starts, shades, [*starts[1:], None], strict=False):
+        ages = f"{start}" if until == start + 1 else f"{start} or more" if until is None else f"{start} to {until - 1}"
+        values = [_over(step, lambda c: c.kl_k3, lambda c, a=start: c.age_from == a) for step in history.steps.values()]
+        axes.plot(list(history.steps), np.maximum(values, 1e-9), color=shade, linewidth=1, label=f"age {ages}")
+    axes.set_yscale("log")
+    for sign, color in (("positive", GREEN), ("negative", RED)):
+        values = [
+            _over(step, lambda c: c.masked_fraction, lambda c, s=sign: c.advantage == s)
+            for step in history.steps.values()
+        ]
+        lower.plot(list(history.steps), values, color=color, linewidth=1, label=f"{sign} advantage")
+    if starts:
+        _legend(axes)
+    _legend(lower)
+
+
+def _over(step: StepRecord, of: Callable[[DriftRecord], float], chosen: Callable[[DriftRecord], bool]) -> float:
+    """Mean of a figure over the tokens of the chosen cells; NaN, which plots as a gap, without any."""
+    cells = [cell for cell in step.drift if chosen(cell)]
+    tokens = sum(cell.tokens for cell in cells)
+    return sum(of(cell) * cell.tokens for cell in cells) / tokens if tokens else float("nan")
 
 
 def _time(history: History, figure: Figure) -> None:

@@ -94,6 +94,22 @@ def receive_bytes() -> bytes:
     return buffer.numpy().tobytes()
 
 
+def gather_vectors(own: torch.Tensor) -> tuple[torch.Tensor, slice]:
+    """The float64 vectors of all ranks, one after the other, and where in it `own` [n] lies. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own, slice(0, len(own))
+    sizes = [torch.empty(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=own.device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=own.dtype, device=own.device)
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    start = sum(int(size) for size in sizes[: dist.get_rank()])
+    whole = torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+    return whole, slice(start, start + len(own))
+
+
 def rank_from_environment() -> tuple[int, int] | None:
     """(rank, world size) if a launcher (`launch_ranks`, deepspeed, torchrun) started this process, else None.
 

@@ -8,8 +8,7 @@ tests/e2e/test_learner_engine.py.
 
 from __future__ import annotations
 
-import json
-import math
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,29 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from anabranch.kernels.diagnostics import DiagnosticSums
-from anabranch.learner import deepspeed_shim, random_state
+from anabranch.learner import deepspeed_shim
 from anabranch.learner.batch import TrainBatch
 from anabranch.learner.deepspeed_config import compute_dtype, deepspeed_json, uses_master_weights
 from anabranch.learner.deepspeed_files import guard_files
 from anabranch.learner.distribute import init_ranks
+from anabranch.learner.engine_files import Identity, load_engine, save_engine
 from anabranch.learner.live_share import LiveShare
+from anabranch.learner.model_costs import costs_of
+from anabranch.learner.packed_attention import choose_attention, use_packed_attention
 from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
 from anabranch.learner.quiet import import_deepspeed, quiet, without_deprecations
 from anabranch.learner.random_state import seed_everything
-from anabranch.learner.step import StepOutput, StepShare, microbatch_loss, plan_step
+from anabranch.learner.recompute import recompute_layers
+from anabranch.learner.row_layout import RowLayout
+from anabranch.learner.schedule import learning_rate
+from anabranch.learner.step import StepOutput, StepShare, plan_step
+from anabranch.learner.step_gate import StepGate
+from anabranch.learner.update import Updater
 from anabranch.learner.weights import PublishedWeights
-from anabranch.schemas.config import CorrectionSection, LearnerSection
-from anabranch.schemas.errors import AnabranchError, CheckpointError, ConfigError
+from anabranch.schemas.config import CorrectionSection, GateSection, LearnerSection
+from anabranch.schemas.errors import ConfigError
 from anabranch.schemas.layout import Layout
-from anabranch.transport.files import read_json
 
-DEEPSPEED_FOLDER = "deepspeed"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,6 +54,7 @@ class LearnerEngine:
         model_dir: Path,
         learner: LearnerSection,
         correction: CorrectionSection,
+        gates: GateSection | None = None,
         *,
         run_seed: int,
         temperature: float,
@@ -68,7 +73,7 @@ class LearnerEngine:
             heartbeat: called before every microbatch, so that a long step is not taken for a hung one.
 
         Raises:
-            ConfigError: settings that cannot work, named; the model cannot be loaded.
+            ConfigError: settings that cannot work, named; the model cannot be loaded, or not be packed.
             ModelMismatchError: the model's head is more than a linear map.
         """
         if correction.aggregation == "constant" and max_tokens is None:
@@ -98,11 +103,18 @@ class LearnerEngine:
         stored = DTYPES[learner.dtype]
         policy = PolicyModule(load_model(model_dir, stored), temperature)
         check_head(policy)
+        computed = DTYPES[compute_dtype(learner)]
+        self._rows = RowLayout()
+        if learner.packing:
+            use_packed_attention(policy, choose_attention(learner.attention, device=learner.device, dtype=computed))
+            self._rows = RowLayout(True, learner.share_prompts, costs_of(policy.lm))
+        if learner.gradient_checkpointing:
+            recompute_layers(policy.lm, replaced_weights=masters)
         self._vocabulary = int(policy.lm.get_input_embeddings().weight.shape[0])
         self._weights = PublishedWeights(policy.lm)
         module: torch.nn.Module = policy
         if masters:
-            module = MasterWeights(policy, stored, DTYPES[compute_dtype(learner)])
+            module = MasterWeights(policy, stored, computed)
         for parameter in policy.head_logprobs.external_parameters():
             deepspeed.zero.register_external_parameter(policy.head_logprobs, parameter)
         with quiet():
@@ -110,10 +122,11 @@ class LearnerEngine:
                 model=module, model_parameters=list(module.parameters()), config=settings
             )
         guard_files(self._engine)
-        self._clipper = None
-        if learner.zero_stage == 0:
-            self._clipper = _Clipper(self._engine.optimizer, learner.grad_clip)
-        self._device = torch.device(self._engine.device)
+        gate = StepGate(self._engine.optimizer, zero_stage=learner.zero_stage, max_norm=learner.grad_clip)
+        self._updater = Updater(
+            self._engine, gate, correction, gates or GateSection(),
+            world_size=world_size, device=torch.device(self._engine.device), heartbeat=heartbeat,
+        )  # fmt: skip
         self._share = self._weights.share(rank, world_size)
 
     @property
@@ -132,15 +145,16 @@ class LearnerEngine:
         return self._vocabulary
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of the update that leads to `step` (1, 2, ...): linear warm-up, then constant."""
-        warmup = self._learner.warmup_steps
-        return self._learner.lr * min(1.0, step / warmup) if warmup else self._learner.lr
+        """Learning rate of the update that leads to `step` (1, 2, ...)."""
+        return learning_rate(step, self._learner)
 
     def plan(self, batch: TrainBatch) -> list[StepShare]:
         """Each rank's share of a step on `batch`. No rank needs more than its own."""
+        learner = self._learner
         return plan_step(
-            batch, self._correction, budget_tokens=self._learner.micro_batch_tokens,
-            ranks=self._world_size, max_tokens=self._max_tokens,
+            batch, self._correction, budget_tokens=learner.micro_batch_tokens,
+            ranks=self._world_size, max_tokens=self._max_tokens, updates=learner.updates_per_step,
+            layout=self._rows,
         )  # fmt: skip
 
     def train_step(self, batch: TrainBatch) -> StepOutput:
@@ -148,37 +162,26 @@ class LearnerEngine:
         return self.train_share(self.plan(batch)[self._rank])
 
     def train_share(self, share: StepShare) -> StepOutput:
-        """One optimizer step; `share` is this rank's of `plan`.
+        """One step; `share` is this rank's of `plan`.
 
         Raises:
-            AnabranchError: loss or gradient is not finite. Nothing has been published or saved of it.
+            GateError: a gate says stop, or loss or gradient is not finite (unless `gates.non_finite_action` is skip). Nothing
+                has been published or saved of it.
         """
-        lr = self.learning_rate(self.step + 1)
+        step = self.step + 1
+        lr = self.learning_rate(step)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         with without_deprecations():
-            return self._step(share, lr)
-
-    def _step(self, share: StepShare, lr: float) -> StepOutput:
-        sums = DiagnosticSums(self._device)
-        for micro in share.microbatches:
-            self._heartbeat()
-            logprobs, entropy = self._engine(*micro.model_inputs(self._device))
-            loss = microbatch_loss(micro, logprobs, entropy, self._correction, sums)
-            # DeepSpeed averages gradients over ranks; the loss is already a share of one global sum.
-            self._engine.backward(loss * self._world_size)
-        self._sum_over_ranks(sums)
-        diagnostics, loss_value = sums.finish(total_mass=share.facts.total_mass)
-        if not math.isfinite(loss_value):
-            raise AnabranchError(f"step {self.step + 1}: the loss is {loss_value}; {share.facts}")
-        self._engine.step()
-        grad_norm = float(self._engine.get_global_grad_norm() if self._clipper is None else self._clipper.norm)
-        if not math.isfinite(grad_norm) or not self._engine.was_step_applied():
-            raise AnabranchError(f"step {self.step + 1}: the gradient is not finite; {share.facts}")
-        self.step += 1
+            outputs = list(self._updater.run(share, step=step))
+        self.step = step
+        facts = [update.facts for update in share.updates]
+        skipped = [f.group_indices for f, output in zip(facts, outputs, strict=True) if not output.applied]
         return StepOutput(
-            step=self.step, loss=loss_value, grad_norm=grad_norm, lr=lr, diagnostics=diagnostics,
-            zero_variance_groups=share.facts.zero_variance_groups, groups=share.facts.groups,
+            step=step, loss=outputs[0].loss, grad_norm=outputs[0].grad_norm, lr=lr, diagnostics=outputs[0].diagnostics,
+            zero_variance_groups=tuple(itertools.chain(*(f.zero_variance_groups for f in facts))),
+            groups=sum(len(f.group_indices) for f in facts), skipped_groups=tuple(itertools.chain(*skipped)),
+            alarms=tuple(itertools.chain(*(output.alarms for output in outputs))),
         )  # fmt: skip
 
     def state_bits(self) -> dict[str, NDArray[Any]]:
@@ -193,61 +196,22 @@ class LearnerEngine:
         The weights and optimizer state are DeepSpeed's files; the rest is JSON. Use `CheckpointStore`, which makes
         it atomic and durable.
         """
-        directory.mkdir(parents=True, exist_ok=True)
-        with quiet():
-            self._engine.save_checkpoint(str(directory), tag=DEEPSPEED_FOLDER, save_latest=False)
-        (directory / f"rng-{self._rank}.json").write_text(json.dumps(random_state.capture()))
-        if self._rank == 0:
-            for script in directory.glob("*.py"):
-                script.unlink()  # DeepSpeed adds conversion scripts; ours is `CheckpointStore.export`
-            (directory / "engine.json").write_text(json.dumps({"step": self.step} | self._identity()))
-            (directory / "client.json").write_text(json.dumps(client_state))
-        torch.distributed.barrier()
+        identity = self._identity
+        save_engine(self._engine, directory, client_state, rank=self._rank, step=self.step, identity=identity)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Restore what `save` wrote; returns its `client_state`. Call it on a new engine.
 
         Raises:
-            CheckpointError: written by another number of ranks, stage or dtype; or a file cannot be read.
+            CheckpointError: written with dtypes or a ZeRO stage from which this engine cannot go on; or a file cannot be
+                read.
         """
-        saved = read_json(directory / "engine.json", refuse=CheckpointError)
-        for key, ours in self._identity().items():
-            if saved.get(key) != ours:
-                raise CheckpointError(f"{directory} was written with {key} = {saved.get(key)}; this learner has {ours}")
-        with quiet():
-            path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED_FOLDER)
-        if path is None:
-            raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
-        random_state.restore(read_json(directory / f"rng-{self._rank}.json", refuse=CheckpointError))
-        self.step = int(saved["step"])
-        client_state: dict[str, Any] = read_json(directory / "client.json", refuse=CheckpointError)
+        self.step, client_state = load_engine(
+            self._engine, directory, rank=self._rank, identity=self._identity, heartbeat=self._heartbeat
+        )
         return client_state
 
-    def _identity(self) -> dict[str, Any]:
-        """What a checkpoint must share with the engine that loads it."""
+    @property
+    def _identity(self) -> Identity:
         learner = self._learner
-        return {
-            "world_size": self._world_size,
-            "zero_stage": learner.zero_stage,
-            "dtype": learner.dtype,
-            "compute_dtype": compute_dtype(learner),
-        }
-
-    def _sum_over_ranks(self, sums: DiagnosticSums) -> None:
-        if self._world_size > 1:
-            torch.distributed.all_reduce(sums.sums)
-            torch.distributed.all_reduce(sums.ratio_max, torch.distributed.ReduceOp.MAX)
-
-
-class _Clipper:
-    """Clips by global norm just before the optimizer's step, and remembers the norm: at stage 0 DeepSpeed clips but
-    does not report it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        self.norm = math.nan
-        self._max_norm = max_norm or math.inf
-        optimizer.register_step_pre_hook(self._before_step)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_norm))
+        return Identity(self._world_size, learner.zero_stage, learner.dtype, compute_dtype(learner))

@@ -25,7 +25,7 @@ from anabranch.consumers.fate_log import FateLog
 from anabranch.consumers.reader import Reader
 from anabranch.learner.fate_book import Ending, FateBook, fate_record
 from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError
-from anabranch.schemas.fates import AGE, DUPLICATE, FALSE_VERSION, SURPLUS, TRAINED, ZERO_VARIANCE, FateRecord
+from anabranch.schemas.fates import AGE, DUPLICATE, FALSE_VERSION, GATE, SURPLUS, TRAINED, ZERO_VARIANCE, FateRecord
 from anabranch.schemas.versions import Forks, PolicyVersion
 from anabranch.transport.permits import Permits
 from anabranch.transport.retry import retry_until, sleep_alive
@@ -134,11 +134,14 @@ class Feed:
             self._poll(block_ms=self._block_ms, give_back=True)
         return None
 
-    def consumed(self, arrivals: Iterable[Arrival], *, zero_variance: Collection[int] = ()) -> None:
+    def consumed(
+        self, arrivals: Iterable[Arrival], *, zero_variance: Collection[int] = (), gated: Collection[int] = ()
+    ) -> None:
         """The optimizer step that consumed these groups of a batch is done; `zero_variance`: indices of those that gave no
-        gradient. They are settled after the next `checkpointed`."""
+        gradient, `gated`: of those that a gate kept from the weights. They are settled after the next `checkpointed`."""
         for arrival in arrivals:
-            fate = ZERO_VARIANCE if arrival.group.group_index in zero_variance else TRAINED
+            index = arrival.group.group_index
+            fate = GATE if index in gated else ZERO_VARIANCE if index in zero_variance else TRAINED
             self._consumed.append((arrival, fate_record(arrival, fate, self._now, self._forks)))
             if fate != TRAINED:
                 self._dropped[_cause(fate)] += 1

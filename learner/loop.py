@@ -184,7 +184,11 @@ class LearnerLoop:
             max_age=self._config.correction.max_age,
         )  # fmt: skip
         output = self._engine.train_step(batch)
-        self._feed.consumed(fed.arrivals, zero_variance=output.zero_variance_groups)
+        self._feed.consumed(fed.arrivals, zero_variance=output.zero_variance_groups, gated=output.skipped_groups)
+        for alarm in output.alarms:
+            self._note(
+                "gate", step=output.step, action=alarm.action, gate=alarm.gate, value=alarm.value, bound=alarm.bound
+            )
         step_s = time.monotonic() - started
         self._set_state(LearnerState.PUBLISHING)
         publish_s = self._engine.publish(publisher, output.step)

@@ -64,6 +64,7 @@ def learn(config: RunConfig) -> int:
             config.model.path,
             config.learner,
             config.correction,
+            config.gates,
             run_seed=config.run.seed,
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,

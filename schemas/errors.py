@@ -23,7 +23,8 @@ says what happened, where, and what to do; it never contains a secret (`redact_u
     │   ├── AppendOnlyFileError         a server's append-only file is damaged, and not by holes
     │   ├── ManifestError               a weight manifest is malformed
     │   └── DeltaError                  a weight payload is malformed, or its base or result digest is wrong
-    └── CheckpointError             78  a checkpoint is torn, foreign or missing
+    ├── CheckpointError             78  a checkpoint is torn, foreign or missing
+    └── GateError                   78  a step's figures are out of the bounds of [gates]: a person must look
 """
 
 from __future__ import annotations
@@ -122,6 +123,10 @@ class DeltaError(WireError):
 
 
 class CheckpointError(AnabranchError, RuntimeError):
+    exit_code = EXIT_CONFIG
+
+
+class GateError(AnabranchError, RuntimeError):
     exit_code = EXIT_CONFIG
 
 

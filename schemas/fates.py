@@ -13,12 +13,13 @@ from anabranch.schemas.errors import TrajectoryError
 
 TRAINED = "trained"
 ZERO_VARIANCE = "dropped:zero_variance"  # consumed by a step, without gradient
+GATE = "dropped:gate"  # consumed by a step that a gate kept from the weights
 AGE = "dropped:age"
 DUPLICATE = "dropped:duplicate"
 FALSE_VERSION = "dropped:false_version"  # a token claims a policy beyond the learner's
 SURPLUS = "dropped:surplus"  # sampled, but the run ended first
-CONSUMED = (TRAINED, ZERO_VARIANCE)  # an optimizer step saw it
-LOGGED = (TRAINED, ZERO_VARIANCE, AGE, DUPLICATE, FALSE_VERSION, SURPLUS)
+CONSUMED = (TRAINED, ZERO_VARIANCE, GATE)  # an optimizer step saw it
+LOGGED = (TRAINED, ZERO_VARIANCE, GATE, AGE, DUPLICATE, FALSE_VERSION, SURPLUS)
 
 Identity = tuple[str, str, int]  # region, producer, seq
 

@@ -18,6 +18,28 @@ class Record(BaseModel):
     time_ms: int = Field(description="Unix time")
 
 
+class DriftRecord(BaseModel):
+    """The drift of the tokens of one bucket of ages, from `age_from` up to the next bucket, and one sign of the advantage."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+    age_from: int
+    advantage: Literal["positive", "negative"]
+    tokens: int
+    ratio_mean: float
+    ratio_max: float
+    ratio_p99: float
+    log_ratio_abs_mean: float
+    log_ratio_abs_max: float
+    kl_k1: float
+    kl_k2: float
+    kl_k3: float
+    ess_token: float
+    ess_sequence: float | None = None
+    masked_fraction: float
+    kept_mass: float
+    entropy: float
+
+
 class StepRecord(Record):
     event: Literal["step"] = "step"
     step: int = Field(description="optimizer steps done, this one included")
@@ -37,15 +59,33 @@ class StepRecord(Record):
     age_tokens: dict[int, int] = Field(description="age (learner version − sampling version) -> tokens")
     in_flight_age_mean: float = Field(description="mean age gained between sampling and the group's last token")
     in_queue_age_mean: float = Field(description="mean age gained between the group's last token and training")
+    in_flight_age_tokens: dict[str, dict[int, int]] = Field(
+        default_factory=dict, description="region -> age gained between sampling and the group's last token -> tokens"
+    )
+    in_queue_age_tokens: dict[str, dict[int, int]] = Field(
+        default_factory=dict, description="region -> age gained between the group's last token and training -> tokens"
+    )
     ratio_mean: float
     ratio_max: float
+    ratio_p99: float = 1.0
+    log_ratio_abs_mean: float = 0.0
+    log_ratio_abs_max: float = 0.0
     kl_k1: float
+    kl_k2: float = 0.0
     kl_k3: float
     kl_k3_same_version: float | None = Field(default=None, description="over tokens of age 0: engine mismatch")
     ess_token: float = Field(description="effective sample size of the token ratios, 0..1")
+    ess_sequence: float | None = Field(default=None, description="the same of the trajectories' ratios")
     masked_fraction: float = Field(description="tokens that the trust region or the veto kept from the loss")
     kept_mass: float
     entropy: float | None = None
+    drift: list[DriftRecord] = Field(
+        default_factory=list, description="the same figures by bucket of ages and sign of the advantage"
+    )
+    gates: list[str] = Field(
+        default_factory=list, description="gates that this step did not pass, with value and bound"
+    )
+    skipped_groups: int = Field(default=0, description="groups whose update a gate kept from the weights")
     dropped: dict[str, int] = Field(default_factory=dict, description="groups dropped since the last step, by cause")
     wait_s: float = Field(description="waiting for the batch")
     step_s: float = Field(description="forward, backward, optimizer")

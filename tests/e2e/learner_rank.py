@@ -102,8 +102,8 @@ def train(
         "digests": digests,
         "loss": [o.loss for o in outputs],
         "grad_norm": [o.grad_norm for o in outputs],
-        "kl_k3": [o.diagnostics.kl_k3 for o in outputs],
-        "tokens": [o.diagnostics.tokens for o in outputs],
+        "kl_k3": [o.diagnostics.total.kl_k3 for o in outputs],
+        "tokens": [o.diagnostics.total.tokens for o in outputs],
     }
     (folder / "report.json").write_text(json.dumps(report))
 

@@ -183,6 +183,7 @@ def test_a_whole_run(demo: Demo) -> None:
     assert sorted(p.name for p in (demo.run_dir / "plots").iterdir()) == [
         "age.png",
         "bytes.png",
+        "drift.png",
         "ess.png",
         "reward.png",
         "time.png",

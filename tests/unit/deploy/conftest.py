@@ -13,6 +13,14 @@ from anabranch.schemas.metrics import EvaluationRecord, NoteRecord, Record, Step
 MakeStep = Callable[..., StepRecord]
 
 
+def drift_cell(age_from: int, advantage: str) -> dict[str, object]:
+    return {
+        "age_from": age_from, "advantage": advantage, "tokens": 400, "ratio_mean": 1.0, "ratio_max": 1.5, "ratio_p99": 1.2,
+        "log_ratio_abs_mean": 0.02, "log_ratio_abs_max": 0.4, "kl_k1": 1e-4, "kl_k2": 2e-4, "kl_k3": 10.0 ** (age_from - 6),
+        "ess_token": 0.9, "ess_sequence": 0.8, "masked_fraction": 0.01, "kept_mass": 0.3, "entropy": 0.5,
+    }  # fmt: skip
+
+
 def make_step(step: int, **changes: object) -> StepRecord:
     values: dict[str, object] = {
         "time_ms": 1_700_000_000_000 + 500 * step, "step": step, "steps_total": 40, "epoch": 1, "version": step,
@@ -25,6 +33,7 @@ def make_step(step: int, **changes: object) -> StepRecord:
         "full_bytes": 1_900_000, "changed_fraction": 0.024, "queue_depth": {"east": 12, "west": 7},
         "tokens_per_s": {"east": 1203.0, "west": 987.5}, "versions_served": {"east-0": f"e1.v{max(0, step - 1)}"},
         "eta_s": 0.5 * (40 - step),
+        "drift": [drift_cell(0, "positive"), drift_cell(1, "negative"), drift_cell(4, "positive")],
     }  # fmt: skip
     return StepRecord.model_validate(values | changes)
 

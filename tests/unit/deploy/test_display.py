@@ -103,14 +103,14 @@ def test_plain_ascii_where_the_terminal_has_nothing_else(view: RunView) -> None:
 
 
 def test_alarms_name_who_and_why(view: RunView, step_record: Callable[..., StepRecord]) -> None:
-    view.history.add(step_record(41, ess_token=0.21, kl_k3_same_version=0.02, dropped={"age": 3}))
+    view.history.add(step_record(41, gates=["ess_token = 0.21, below"], skipped_groups=4, dropped={"age": 3}))
     view.producers["west-0"] = producer("west", "e1.v37", updated_ms=NOW_MS - 60_000)
     view.producers["east-0"] = producer("east", "e1.v39", last_error="digest mismatch")
     view.children.append(ChildLine("recorder", "backoff", 1, "killed by SIGKILL"))
     text = "\n".join(alarms(view))
     for expected in (
-        "recorder is backoff: killed by SIGKILL", "west-0 silent for 60 s", "east-0: digest mismatch", "ESS 0.21",
-        "KL at age 0 is 2.0e-02", "dropped 3 group(s): age",
+        "recorder is backoff: killed by SIGKILL", "west-0 silent for 60 s", "east-0: digest mismatch", "gate: ess_token = 0.21, below; 4 groups kept",
+        "dropped 3 group(s): age",
     ):  # fmt: skip
         assert expected in text
     assert "! alarm recorder is backoff" in "\n".join(screen(view, 100))

@@ -84,12 +84,12 @@ def test_phases_and_new_alarms_are_lines_too_each_once(tmp_path: Path, step_reco
         it.phase("making the model")
         it.phase("making the model")
         for step in (1, 2, 3):
-            log.append(step_record(step, ess_token=0.1 + step / 100))
+            log.append(step_record(step, gates=[f"ess_token = {0.1 + step / 100}"]))
             it.finish()
     log.close()
     events = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [e["event"] for e in events] == ["phase", "step", "alarm", "step", "step"]
-    assert events[2]["alarm"].startswith("ESS 0.11")
+    assert events[2]["alarm"].startswith("gate: ess_token = 0.11")
 
 
 def test_on_a_terminal_the_screen_shows_metrics_and_board(run_dir: Path) -> None:

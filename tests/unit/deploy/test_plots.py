@@ -13,7 +13,7 @@ from anabranch.deploy.history import History, read_history
 from anabranch.deploy.plots import smooth, write_plots
 from anabranch.schemas.metrics import StepRecord
 
-NAMES = ["age.png", "bytes.png", "ess.png", "reward.png", "time.png"]
+NAMES = ["age.png", "bytes.png", "drift.png", "ess.png", "reward.png", "time.png"]
 
 
 def pictures(folder: Path) -> dict[str, np.ndarray]:
@@ -40,8 +40,9 @@ def test_every_plot_is_a_picture_with_something_on_it(run_dir: Path) -> None:
         {"age_tokens": {}},
         {"tokens_per_s": {}},
         {"age_tokens": {300: 5}},
+        {"drift": []},
     ],
-    ids=["one step", "no change", "no ages", "no regions", "very old"],
+    ids=["one step", "no change", "no ages", "no regions", "very old", "no drift"],
 )
 def test_odd_histories_plot_too(
     tmp_path: Path, step_record: Callable[..., StepRecord], changes: dict[str, object]

@@ -11,7 +11,7 @@ import torch
 
 from anabranch.learner.batch import TrainBatch, build_batch
 from anabranch.learner.engine import LearnerEngine
-from anabranch.schemas.config import CorrectionSection, LearnerSection
+from anabranch.schemas.config import CorrectionSection, GateSection, LearnerSection
 from anabranch.schemas.trajectory import Group, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
@@ -85,9 +85,12 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen3_moe(tmp_path_factory.mktemp("models") / "moe")
 
 
+OPEN = GateSection(mismatch_action="off", ess_action="off", ratio_mean_action="off")
+
+
 @pytest.fixture
 def engine(model_dir: Path) -> Callable[..., LearnerEngine]:
-    """Builds an engine; keywords are those of `LearnerSection`, and `correction`, `model_dir`, `temperature`."""
+    """Builds an engine; keywords are those of `LearnerSection`, and `correction`, `gates`, `model_dir`, `temperature`."""
 
     def build(
         *,
@@ -95,11 +98,14 @@ def engine(model_dir: Path) -> Callable[..., LearnerEngine]:
         model_dir: Path = model_dir,
         temperature: float = 1.0,
         max_tokens: int | None = None,
+        gates: GateSection | None = None,
         **learner: object,
     ) -> LearnerEngine:
         section = LearnerSection(**({"lr": 1e-3, "micro_batch_tokens": 64} | learner))  # type: ignore[arg-type]
         # Random weights meet random rollouts here, so ratios are wild: no veto.
         correction = correction or CorrectionSection(veto_low=0.0, veto_high=1e9)
-        return LearnerEngine(model_dir, section, correction, run_seed=0, temperature=temperature, max_tokens=max_tokens)
+        return LearnerEngine(
+            model_dir, section, correction, gates or OPEN, run_seed=0, temperature=temperature, max_tokens=max_tokens
+        )
 
     return build

@@ -103,14 +103,14 @@ def test_a_group_sent_with_what_was_finished_weighs_by_its_rollouts():
     assert advantages(together)[4:] == pytest.approx([0.5, 0.5, -1.0])
     assert advantages(together)[4:] == advantages(alone)
     assert advantages(together)[:4] == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
-    assert together.facts.total_mass == pytest.approx(1.0), "seven rollouts of one token, not eight"
+    assert together.updates[0].facts.total_mass == pytest.approx(1.0), "seven rollouts of one token, not eight"
 
 
 def advantages(share: StepShare) -> list[float]:
     """By rollout of the batch."""
     found = {
         int(row): float(a)
-        for micro in share.microbatches
+        for micro in share.updates[0].microbatches
         for row, a in zip(micro.rollouts, micro.advantages, strict=True)
     }
     return [found[row] for row in sorted(found)]

@@ -14,7 +14,7 @@ from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.policy import PolicyModule, load_model
 from anabranch.learner.step import microbatch_loss, plan_step
 from anabranch.schemas.config import CorrectionSection, LearnerSection
-from anabranch.schemas.errors import AnabranchError, ConfigError
+from anabranch.schemas.errors import ConfigError
 from anabranch.schemas.trajectory import Group
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 from tests.unit.learner.conftest import NOW, VOCAB, make_batch, make_group
@@ -47,7 +47,7 @@ def reference_run(model_dir: Path, batches: list, *, dtype: torch.dtype, compute
         with torch.no_grad():
             for name, p in served.items():
                 p.copy_(masters[name].to(dtype))
-        for micro in share.microbatches:
+        for micro in share.updates[0].microbatches:
             logprobs, entropy = policy(*micro.model_inputs(torch.device("cpu")))
             microbatch_loss(micro, logprobs, entropy, NO_VETO, DiagnosticSums()).backward()
             for name, p in served.items():
@@ -68,7 +68,8 @@ def reference_run(model_dir: Path, batches: list, *, dtype: torch.dtype, compute
 )
 def test_every_stage_and_dtype_is_adamw_on_float32_masters(engine, model_dir: Path, stage, dtype, compute):
     batches = [make_batch([0, 1]), make_batch([2, 3]), make_batch([4, 5])]
-    made = engine(zero_stage=stage, dtype=dtype, compute_dtype=compute)
+    # Padded, as the reference: packing rounds otherwise. What it computes: test_packed_steps.py.
+    made = engine(zero_stage=stage, dtype=dtype, compute_dtype=compute, packing=False)
     start = values(made.state_bits())
     for batch in batches:
         made.train_step(batch)
@@ -127,11 +128,11 @@ def test_at_lag_zero_ratios_are_one_and_nothing_is_masked(engine, model_dir: Pat
     policy = PolicyModule(load_model(model_dir, torch.bfloat16).float(), 0.8)
     groups = [_as_sampled_by(policy, make_group(i)) for i in range(3)]
     d = made.train_step(build_batch(groups, now=NOW, forks={}, max_age=0)).diagnostics
-    assert d.ratio_max == pytest.approx(1, abs=1e-5)
-    assert d.kl_k3_same_version == pytest.approx(0, abs=1e-9)
-    assert d.masked_fraction == 0
-    assert d.ess_token == pytest.approx(1)
-    assert 0 < d.entropy < math.log(64)
+    assert d.total.ratio_max == pytest.approx(1, abs=1e-5)
+    assert d.same_version.kl_k3 == pytest.approx(0, abs=1e-9)
+    assert d.total.masked_fraction == 0
+    assert d.total.ess_token == pytest.approx(1)
+    assert 0 < d.total.entropy < math.log(64)
 
 
 @torch.no_grad()
@@ -166,12 +167,6 @@ def test_a_batch_without_advantage_changes_nothing_on_a_fresh_engine(engine):
     assert same(made.state_bits(), before)
 
 
-def test_learning_rate_warms_up_and_stays(engine):
-    made = engine(lr=0.8, warmup_steps=4)
-    assert [made.learning_rate(step) for step in (1, 2, 4, 5, 100)] == pytest.approx([0.2, 0.4, 0.8, 0.8, 0.8])
-    assert made.train_step(make_batch()).lr == pytest.approx(0.2)
-
-
 def test_gradient_clipping_bounds_the_step_and_reports_the_norm_before_it(engine):
     norms = {}
     for stage in (0, 1):
@@ -179,18 +174,6 @@ def test_gradient_clipping_bounds_the_step_and_reports_the_norm_before_it(engine
     assert norms[0] > 0.01
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert engine(zero_stage=0, grad_clip=0.0).train_step(make_batch()).grad_norm == pytest.approx(norms[0])
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_loss_that_is_not_finite_stops_the_step(engine, stage):
-    made = engine(zero_stage=stage)
-    batch = make_batch()
-    batch.behaviour[0, 0] = np.nan
-    before = made.state_bits()
-    with pytest.raises(AnabranchError, match=r"step 1: the loss is nan; groups 0\.\.3"):
-        made.train_step(batch)
-    assert made.step == 0
-    assert same(made.state_bits(), before)
 
 
 def test_layout_names_what_state_bits_holds(engine, model_dir: Path):
@@ -216,7 +199,7 @@ def test_a_wrong_number_of_ranks_is_refused(engine):
 
 def test_older_policies_are_allowed_up_to_the_bound(engine):
     batch = build_batch([make_group(0)], now=PolicyVersion(0, 10), forks={}, max_age=10)
-    assert engine().train_step(batch).diagnostics.kl_k3_same_version is None
+    assert engine().train_step(batch).diagnostics.same_version is None
 
 
 def test_the_vocabulary_is_that_of_the_embedding(engine):
@@ -242,5 +225,5 @@ def test_a_step_says_that_it_lives_before_every_microbatch(model_dir: Path):
     engine = LearnerEngine(model_dir, section, NO_VETO, run_seed=0, temperature=1.0, heartbeat=lambda: beats.append(1))
     batch = make_batch()
     engine.train_step(batch)
-    microbatches = plan_step(batch, NO_VETO, budget_tokens=64, ranks=1, max_tokens=None)[0].microbatches
+    microbatches = engine.plan(batch)[0].updates[0].microbatches
     assert len(beats) >= len(microbatches) > 1
