@@ -57,7 +57,7 @@ class Engine:
         publisher = WeightPublisher(
             self._share(),
             lambda: self.connect(),
-            ChannelSection(connect_deadline_s=1.0),
+            ChannelSection(connect_deadline_s=20.0),
             opening,
             on_committed=lambda hub, policy: hub.permits.advance(policy.version, epoch=policy.epoch),
         )
