@@ -25,7 +25,17 @@ from anabranch.consumers.fate_log import FateLog
 from anabranch.consumers.reader import Reader
 from anabranch.learner.fate_book import Ending, FateBook, fate_record
 from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError
-from anabranch.schemas.fates import AGE, DUPLICATE, FALSE_VERSION, GATE, SURPLUS, TRAINED, ZERO_VARIANCE, FateRecord
+from anabranch.schemas.fates import (
+    AGE,
+    DUPLICATE,
+    FALSE_VERSION,
+    GATE,
+    SURPLUS,
+    TRAINED,
+    ZERO_VARIANCE,
+    FateRecord,
+    Identity,
+)
 from anabranch.schemas.versions import Forks, PolicyVersion
 from anabranch.transport.permits import Permits
 from anabranch.transport.retry import retry_until, sleep_alive
@@ -157,12 +167,14 @@ class Feed:
             "fate_log": list(self._fates.position),
         }
 
-    def checkpointed(self) -> None:
-        """A checkpoint holding `state()` is durable: what it consumed has its fate. Acknowledgements go out at once where a
-        region can be reached, else when it is back."""
-        endings = [Ending(record, self._queue.release(arrival)) for arrival, record in self._consumed]
-        self._consumed = []
-        self._book.end(endings)
+    def checkpointed(self, state: Mapping[str, Any] | None = None) -> None:
+        """A checkpoint holding `state`, a result of `state()`, is durable: what had been consumed then has its fate, and what
+        was consumed since waits for the next. None: nothing was since. Acknowledgements go out at once where a region can be
+        reached, else when it is back."""
+        held = None if state is None else _identities(state)
+        durable = [(a, record) for a, record in self._consumed if held is None or record.identity in held]
+        self._consumed = [] if held is None else [(a, r) for a, r in self._consumed if r.identity not in held]
+        self._book.end(Ending(record, self._queue.release(arrival)) for arrival, record in durable)
         self._book.flush(at_once=True)
         try:
             self.trained.skip(self._permits.abandoned())
@@ -260,6 +272,10 @@ class Feed:
         what = [f"{self._batch_groups - len(self._queue)} more groups of {self._batch_groups}"]
         what += [f"region {name} {health[name]}" for name in away]
         return "; ".join([*what, *filter(None, [self._book.error])])
+
+
+def _identities(state: Mapping[str, Any]) -> set[Identity]:
+    return {FateRecord.model_validate(ending["record"]).identity for ending in state.get("to_settle", ())}
 
 
 def _cause(fate: str) -> str:

@@ -17,6 +17,8 @@ import structlog
 
 from anabranch.learner.batch import TrainBatch, build_batch
 from anabranch.learner.checkpoint import CheckpointStore
+from anabranch.learner.checkpoint_writer import Durable
+from anabranch.learner.checkpointing import Checkpointing
 from anabranch.learner.collective import CollectiveEngine
 from anabranch.learner.evaluation import evaluate
 from anabranch.learner.feed import FedBatch, Feed
@@ -57,7 +59,7 @@ class LearnerLoop:
         resumed: dict[str, Any] | None,
         heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
-        self._engine, self._feed, self._hub, self._checkpoints = engine, feed, hub, checkpoints
+        self._engine, self._feed, self._hub = engine, feed, hub
         self._memory, self._metrics, self._config, self._resumed = memory, metrics, config, resumed
         self._heartbeat, self._watch = heartbeat, watch
         self._progress = Progress(
@@ -70,7 +72,11 @@ class LearnerLoop:
         self._publisher: WeightPublisher | None = None
         self._started_s = time.monotonic()
         self._state, self._reported_s, self._advanced_s = LearnerState.STARTING, 0.0, 0.0
-        self._last_checkpoint = engine.step if resumed else -1
+        self._checkpoints = checkpoints
+        self._checkpointing = Checkpointing(
+            engine, checkpoints, feed, metrics, background=config.learner.background_checkpoints,
+            newest=engine.step if resumed else -1, durable=self._checkpointed, heartbeat=heartbeat,
+        )  # fmt: skip
         self._log = structlog.get_logger()
 
     def run(self, should_stop: Callable[[], bool]) -> str:
@@ -84,6 +90,7 @@ class LearnerLoop:
             self._opened(publisher)
             return self._train(publisher, should_stop)
         finally:
+            self._checkpointing.close()
             publisher.close()
 
     def _train(self, publisher: WeightPublisher, should_stop: Callable[[], bool]) -> str:
@@ -100,7 +107,7 @@ class LearnerLoop:
                 return self._stopped(publisher)
         publisher.flush()
         self._open_permits(self._engine.step * learner.groups_per_step)  # nothing more to sample
-        self._checkpoint()
+        self._checkpoint(durable=True)
         self._checkpoints.export(self._engine)
         if learner.evaluate and not self._evaluate(should_stop):
             return self._stopped(publisher)  # not finished: the run still owes its last number
@@ -115,7 +122,7 @@ class LearnerLoop:
         return reason
 
     def _stopped(self, publisher: WeightPublisher) -> str:
-        self._checkpoint()
+        self._checkpoint(durable=True)
         self._feed.flush()  # so that the books are even while nobody is there to even them
         with contextlib.suppress(TemporaryError):
             publisher.flush()  # the epoch after this one can begin as its fork then
@@ -153,7 +160,9 @@ class LearnerLoop:
         if self._resumed is None:
             self._checkpoint()  # so that a crash in the first steps resumes from the same start
         else:
-            self._feed.checkpointed()  # the crash may have come between the checkpoint and its acknowledgements
+            self._feed.checkpointed(
+                self._resumed["feed"]
+            )  # the crash may have come between the checkpoint and its acknowledgements
 
     def _open_permits(self, total: int) -> None:
         progress, learner = self._progress, self._config.learner
@@ -195,13 +204,10 @@ class LearnerLoop:
         progress.version = output.step
         smoothed, mean = progress.smoothed_reward, float(batch.rewards.mean())
         progress.smoothed_reward = mean if smoothed is None else smoothed + SMOOTHING * (mean - smoothed)
-        checkpoint_s = 0.0
-        if output.step % learner.checkpoint_every == 0:
-            started = time.monotonic()
-            self._checkpoint()
-            checkpoint_s = time.monotonic() - started
-        seconds = {"step_s": step_s, "publish_s": publish_s, "checkpoint_s": checkpoint_s}
+        seconds = {"step_s": step_s, "publish_s": publish_s, "checkpoint_s": self._checkpointing.seconds()}
         self._metrics.append(self._record(fed, batch, output, publisher.published, **seconds))
+        if output.step % learner.checkpoint_every == 0:
+            self._checkpoint()  # after the line: a learner that resumes from it has no step without one
         return True
 
     def _waiting(self, publisher: WeightPublisher, what: str) -> None:
@@ -217,20 +223,27 @@ class LearnerLoop:
             "to repeat the permits",
         )
 
-    def _checkpoint(self) -> None:
-        if self._last_checkpoint == self._engine.step:
-            return
+    def _checkpoint(self, *, durable: bool = False) -> None:
+        """Begin one; `durable`: and wait for it."""
         self._set_state(LearnerState.CHECKPOINTING)
-        client_state = {
+        self._checkpointing.begin(self._client_state, self._still)
+        if durable:
+            self._checkpointing.settle(self._still)
+
+    def _client_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside engine and feed."""
+        return {
             "epoch": self._progress.epoch,
-            "forks": self._forks,
-            "feed": self._feed.state(),
+            "forks": dict(self._forks),
             "smoothed_reward": self._progress.smoothed_reward,
             "evaluated": self._engine.step > 0,
         }
-        self._checkpoints.save(self._engine, client_state)
-        self._last_checkpoint = self._engine.step
-        self._feed.checkpointed()
+
+    def _checkpointed(self, done: Durable) -> None:
+        self._note(
+            "checkpoint", step=done.step, bytes=done.bytes,
+            write_s=round(done.write_s, 3), finish_s=round(done.finish_s, 3),
+        )  # fmt: skip
         self._hub_call(self._hub.runs.drop_stale_producers, "to forget producers that are gone")
 
     def _evaluate(self, should_stop: Callable[[], bool]) -> bool:
@@ -277,6 +290,7 @@ class LearnerLoop:
         self._heartbeat()
         if self._publisher is not None and state not in (LearnerState.STOPPED, LearnerState.DONE):
             self._publisher.check()
+        self._checkpointing.look()
         for what, detail in self._watch.look():
             self._note(what, **detail)
         now = time.monotonic()

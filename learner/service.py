@@ -121,6 +121,7 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
         run=config.run.name,
         layout_hash=engine.layout.hash,
         keep=config.learner.keep_checkpoints,
+        keep_every=config.learner.keep_every,
         heartbeat=heartbeat,
     )
     resumed = checkpoints.load_newest(engine)

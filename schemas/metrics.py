@@ -92,7 +92,9 @@ class StepRecord(Record):
     publish_s: float = Field(
         description="the loop's wait for publishing: copying its weights, and for the version before"
     )
-    checkpoint_s: float = 0.0
+    checkpoint_s: float = Field(
+        default=0.0, description="the loop's wait for checkpoints since the record before: what the last step's took is here"
+    )
     committed_version: int | None = Field(
         default=None,
         description="newest version on the channel when this record was written: publishing goes on in the background, so "

@@ -48,6 +48,10 @@ class MetricsLog:
             self._torn = True
             raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a record fitted", str(self.path))
 
+    def sync(self) -> None:
+        """What was appended outlives the machine when this returns. Raises OSError."""
+        os.fsync(self._fd)
+
     def close(self) -> None:
         os.close(self._fd)
 

@@ -14,6 +14,7 @@ import pytest
 from anabranch.consumers.fate_log import FateLog
 from anabranch.consumers.reader import Reader
 from anabranch.kernels.diagnostics import Diagnostics
+from anabranch.learner.checkpoint_folder import Marker
 from anabranch.learner.feed import Feed
 from anabranch.learner.ledger_watch import LedgerWatch
 from anabranch.learner.loop import LearnerLoop
@@ -76,8 +77,12 @@ class Checkpoints:
     def __init__(self) -> None:
         self.saved: list[tuple[int, dict[str, Any]]] = []
 
-    def save(self, engine: Engine, client_state: dict[str, Any]) -> None:
-        self.saved.append((engine.step, client_state))
+    def begin(self, engine: Engine, client_state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return engine.step, json.loads(json.dumps(client_state))
+
+    def finish(self, unfinished: tuple[int, dict[str, Any]], progress: Callable[[], object]) -> Marker:
+        self.saved.append(unfinished)
+        return Marker(run="run", step=unfinished[0], layout_hash="", files={})
 
     def export(self, engine: Engine) -> None:
         pass
@@ -127,10 +132,12 @@ class Lab:
     def resume(self) -> LearnerLoop:
         """A learner that starts again from the newest checkpoint."""
         self.engine.step, state = self.checkpoints.saved[-1]
-        return self.loop(resumed=json.loads(json.dumps(state)))
+        return self.loop(resumed=state)
 
     def notes(self) -> list[str]:
-        return [r.what for r in read_records(self.root / "metrics.jsonl") if isinstance(r, NoteRecord)]
+        """All but those of checkpoints."""
+        notes = [r.what for r in read_records(self.root / "metrics.jsonl") if isinstance(r, NoteRecord)]
+        return [what for what in notes if what != "checkpoint"]
 
 
 MakeLab = Callable[..., Lab]
