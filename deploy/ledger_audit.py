@@ -22,7 +22,7 @@ from anabranch.schemas.config import RunConfig
 from anabranch.schemas.fates import CONSUMED, LOGGED, FateRecord, Identity
 from anabranch.schemas.keys import LEARNER_GROUP, Keys
 from anabranch.transport import wiring
-from anabranch.transport.redis_client import Guard, open_client
+from anabranch.transport.redis_client import Guard, open_client, whole_number
 from anabranch.transport.stream import DEAD_LETTER_FATE, LOST_FATE, LedgerCounts
 
 _SHOWN = 5
@@ -55,7 +55,7 @@ class RegionAudit:
 
 
 def read_places(config: RunConfig, region: str) -> RegionPlaces:
-    """Raises StreamUnavailableError or ConfigError."""
+    """Raises StreamUnavailableError, ConfigError, or AnabranchError: somebody else wrote to a key of the run."""
     keys, what = Keys(config.run.name), f"the Redis of region {region}"
     stream, letters = wiring.connect_region(config, region), wiring.connect_dead_letters(config, region)
     client = open_client(config.regions[region].url, stream=config.stream, deadline_s=5.0, what=what)
@@ -68,8 +68,10 @@ def read_places(config: RunConfig, region: str) -> RegionPlaces:
             places.in_motion = sum(places.counts.fates.values()) - sum(before.fates.values())
             if places.counts == before:
                 break
-        places.open = {(name, int(seq)) for name, _, seq in (m.decode().rpartition(" ") for m in members)}
-        places.last = {name.decode(): int(seq) for name, seq in last.items()}
+        places.open = guard.understand(keys.open_entries, lambda: set(map(_open_name, members)))
+        places.last = guard.understand(
+            keys.seen, lambda: {name.decode(): whole_number(seq) for name, seq in last.items()}
+        )
         after = "0-0"
         while page := letters.list(after_id=after, max_letters=_PAGE):
             after = page[-1].letter_id
@@ -86,6 +88,11 @@ def _open_and_last(client: Any, keys: Keys) -> tuple[list[bytes], dict[bytes, by
     pipeline.hgetall(keys.seen)
     members, last = pipeline.execute()
     return members, last
+
+
+def _open_name(member: bytes) -> tuple[str, int]:
+    producer, _, seq = member.decode().rpartition(" ")
+    return producer, whole_number(seq.encode())
 
 
 def _name_of(fields: Mapping[bytes, bytes]) -> tuple[str, int] | None:

@@ -1,7 +1,13 @@
-"""The boards of `boards.py` on the hub's Redis. Held by tests/contract/test_boards.py."""
+"""The boards of `boards.py` on the hub's Redis.
+
+Invariant: what somebody else wrote there is an AnabranchError that names the server and the key; but a status that is no
+status is that of a producer which does not report: nobody's work ends over it. Held by tests/contract/test_boards.py and
+tests/process/test_garbage_in_keys.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Mapping
@@ -14,7 +20,7 @@ from anabranch.schemas.metrics import LearnerStatus, ProducerStatus
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport import scripts
 from anabranch.transport.boards import STALE_AFTER_MS, VERIFY_WITHIN_MS
-from anabranch.transport.redis_client import Guard
+from anabranch.transport.redis_client import Guard, whole_number
 
 
 class RedisRunBoard:
@@ -35,14 +41,15 @@ class RedisRunBoard:
 
     def finished(self) -> str | None:
         value: bytes | None = self._guard.repeat(lambda: self._client.hget(self._keys.run_state, "finished"))
-        return None if value is None else value.decode()
+        return None if value is None else value.decode("utf-8", "backslashreplace")
 
     def report_learner(self, status: LearnerStatus) -> None:
         self._guard.repeat(lambda: self._client.set(self._keys.learner, status.model_dump_json()))
 
     def learner(self) -> LearnerStatus | None:
         text: bytes | None = self._guard.repeat(lambda: self._client.get(self._keys.learner))
-        return None if text is None else LearnerStatus.model_validate_json(text)
+        key = self._keys.learner
+        return self._guard.understand(key, lambda: None if text is None else LearnerStatus.model_validate_json(text))
 
     def report_producer(self, producer: str, status: ProducerStatus) -> None:
         keys = [self._keys.producers, self._keys.producers_seen]
@@ -50,14 +57,14 @@ class RedisRunBoard:
 
     def producers(self, *, within_ms: int = STALE_AFTER_MS) -> dict[str, ProducerStatus]:
         flat = self._call_producers(within_ms, "fresh")
-        return {
-            name.decode(): ProducerStatus.model_validate_json(text)
-            for name, text in zip(flat[::2], flat[1::2], strict=True)
-            if text
-        }
+        found = {}
+        for name, text in zip(flat[::2], flat[1::2], strict=True):
+            with contextlib.suppress(ValueError):  # UnicodeDecodeError and pydantic's are such
+                found[name.decode()] = ProducerStatus.model_validate_json(text)
+        return found
 
     def drop_stale_producers(self, *, older_ms: int = STALE_AFTER_MS) -> list[str]:
-        return sorted(name.decode() for name in self._call_producers(older_ms, "drop"))
+        return sorted(name.decode("utf-8", "backslashreplace") for name in self._call_producers(older_ms, "drop"))
 
     def request_verification(self, *, ttl_ms: int = VERIFY_WITHIN_MS) -> str:
         token = secrets.token_hex(8)
@@ -66,7 +73,7 @@ class RedisRunBoard:
 
     def verification_wanted(self) -> str | None:
         token: bytes | None = self._guard.repeat(lambda: self._client.get(self._keys.verification))
-        return None if token is None else token.decode()
+        return None if token is None else token.decode("utf-8", "backslashreplace")
 
     def _call_producers(self, ms: int, mode: str) -> list[bytes]:
         keys = [self._keys.producers, self._keys.producers_seen]
@@ -91,10 +98,7 @@ class RedisEvaluationBoard:
 
     def wanted(self) -> tuple[PolicyVersion, int] | None:
         text: bytes | None = self._guard.repeat(lambda: self._client.get(self._keys.evaluation))
-        if text is None:
-            return None
-        found = json.loads(text)
-        return PolicyVersion(found["epoch"], found["version"]), found["shards"]
+        return None if text is None else self._guard.understand(self._keys.evaluation, lambda: _wanted(text))
 
     def take(self, producer: str, policy: PolicyVersion, lease_ms: int) -> int | None:
         args = [policy.epoch, policy.version, producer, lease_ms]
@@ -112,7 +116,10 @@ class RedisEvaluationBoard:
     def results(self, policy: PolicyVersion) -> dict[int, dict[str, Any]]:
         key = self._keys.evaluation_results(policy.epoch, policy.version)
         found: dict[bytes, bytes] = self._guard.repeat(lambda: self._client.hgetall(key))
-        return {int(shard): json.loads(text) for shard, text in sorted(found.items()) if text.startswith(b"{")}
+        return self._guard.understand(
+            key,
+            lambda: {int(shard): json.loads(text) for shard, text in sorted(found.items()) if text.startswith(b"{")},
+        )
 
     def clear(self) -> None:
         wanted = self.wanted()
@@ -123,3 +130,9 @@ class RedisEvaluationBoard:
 
     def _evaluation_keys(self, policy: PolicyVersion) -> list[str]:
         return [self._keys.evaluation, self._keys.evaluation_results(policy.epoch, policy.version)]
+
+
+def _wanted(text: bytes) -> tuple[PolicyVersion, int]:
+    found = json.loads(text)
+    epoch, version, shards = (whole_number(found[name]) for name in ("epoch", "version", "shards"))
+    return PolicyVersion(epoch, version), shards

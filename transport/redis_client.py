@@ -36,6 +36,7 @@ _STRANGE = re.compile(
     r"WRONGTYPE|is not an integer|is not a valid float|attempt to (compare|perform arithmetic|concatenate|index|call)"
 )
 _READ_BYTES = 256 * 2**10  # asked of the socket at a time: entries are large
+_SOMEBODY = "somebody else wrote to a key of this run"
 _VERSION = "it must be Redis 7.0 or later, or Valkey"
 ADVICE = "check that it runs, that the address is right and that this machine may reach it"
 
@@ -157,10 +158,33 @@ class Guard:
                 raise ConfigError(f"{self._where} {_REFUSED_COMMAND}: {error}") from None
             if _BUSY.match(str(error)):
                 raise StreamUnavailableError(f"{self._where} is busy ({error})") from error
-            advice = "somebody else wrote to a key of this run" if _STRANGE.search(str(error)) else _VERSION
+            advice = _SOMEBODY if _STRANGE.search(str(error)) else _VERSION
             raise AnabranchError(f"{self._where} refused a command: {error}; {advice}") from error
         except exceptions.InvalidResponse as error:
             raise StreamUnavailableError(f"{self._where} does not speak Redis ({error}); {ADVICE}") from error
+
+    def understand(self, what: str, parse: Callable[[], T]) -> T:
+        """`parse()`, which makes sense of a reply; `what` is the key that it came from.
+
+        Raises AnabranchError: it makes none, so somebody else wrote there.
+        """
+        try:
+            return parse()
+        except AnabranchError:
+            raise
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            why = (str(error).splitlines() or [""])[0][:120]
+            raise AnabranchError(
+                f"{self._where} keeps something in {what} that is none of ours ({type(error).__name__}: {why}); {_SOMEBODY}"
+            ) from None
+
+
+def whole_number(raw: bytes | int) -> int:
+    """A count or an index. Raises ValueError: it is none that this project writes."""
+    number = int(raw)
+    if not 0 <= number < 2**53:  # beyond, Lua's numbers are not exact
+        raise ValueError(f"{str(number)[:40]} is no count")
+    return number
 
 
 def is_missing_group(error: Exception) -> bool:

@@ -13,7 +13,7 @@ import redis
 from anabranch.schemas.errors import UsageError
 from anabranch.schemas.keys import LEARNER_GROUP, Keys
 from anabranch.transport.dead_letters import LISTED_BYTES, DeadLetter, empty_letter
-from anabranch.transport.redis_client import Guard
+from anabranch.transport.redis_client import Guard, whole_number
 from anabranch.transport.redis_stream import stream_scripts
 from anabranch.transport.stream import DEAD_LETTER_FATE
 from anabranch.transport.stream_rules import parse_id
@@ -46,7 +46,8 @@ class RedisDeadLetters:
         return int(self._guard.repeat(lambda: self._client.xlen(self._letters)))
 
     def made_room(self) -> int:
-        return int(self._guard.repeat(lambda: self._client.hget(self._ledger, "made_room")) or 0)
+        count = self._guard.repeat(lambda: self._client.hget(self._ledger, "made_room"))
+        return self._guard.understand(self._ledger, lambda: whole_number(count or 0))
 
     def get(self, letter_id: str) -> DeadLetter | None:
         parse_id(letter_id)

@@ -17,7 +17,7 @@ import redis
 from anabranch.schemas.keys import Keys
 from anabranch.transport import permit_rules, scripts
 from anabranch.transport.permits import Permit, PermitState
-from anabranch.transport.redis_client import Guard
+from anabranch.transport.redis_client import Guard, whole_number
 
 
 class RedisPermits:
@@ -44,17 +44,7 @@ class RedisPermits:
         del self._unanswered[producer]
         if not reply:
             return []
-        epoch, version, batch, max_age, *flat = map(int, reply)
-        return [
-            Permit(
-                index,
-                attempt,
-                permit_rules.min_policy(
-                    index, epoch=epoch, version=version, batch=batch, max_age=max_age, skipped=skipped
-                ),
-            )
-            for index, attempt, skipped in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        ]
+        return self._guard.understand("a key of the permits", lambda: _permits(reply))
 
     def renew(self, producer: str, group_indices: Sequence[int], *, lease_ms: int) -> list[int]:
         if not group_indices:
@@ -76,25 +66,15 @@ class RedisPermits:
         return int(self._run("surrender", [k.leases, k.holders, k.returned, k.takes], [producer, *keep]))
 
     def abandoned(self) -> set[int]:
-        return set(map(int, self._guard.repeat(lambda: self._client.zrange(self._keys.abandoned, 0, -1))))
+        k = self._keys
+        members = self._guard.repeat(lambda: self._client.zrange(k.abandoned, 0, -1))
+        return self._guard.understand(k.abandoned, lambda: set(map(whole_number, members)))
 
     def state(self) -> PermitState:
         k = self._keys
         reply = self._run("state", [k.permits, k.leases, k.holders, k.returned, k.abandoned], [])
-        epoch, version, next_index, limit, returned, expired, *leased = reply
         abandoned = self.abandoned()
-        return PermitState(
-            epoch=int(epoch) if epoch else None,
-            version=version,
-            next_index=next_index,
-            limit=permit_rules.raised(limit, abandoned),
-            leased={
-                producer.decode(): count for producer, count in sorted(zip(leased[::2], leased[1::2], strict=True))
-            },
-            expired=expired,
-            returned=returned,
-            abandoned=len(abandoned),
-        )
+        return self._guard.understand(k.permits, lambda: _state(reply, abandoned))
 
     def settle(self, group_indices: Sequence[int]) -> None:
         self._end_leases("accepted", group_indices)
@@ -136,3 +116,31 @@ class RedisPermits:
         newer: bytes = self._run("reset", keys, args)
         if newer:
             raise permit_rules.taken_over(k.run, epoch, int(newer))
+
+
+def _permits(reply: Sequence[bytes | int]) -> list[Permit]:
+    epoch, version, batch, max_age, *flat = map(whole_number, reply)
+    return [
+        Permit(
+            index,
+            attempt,
+            permit_rules.min_policy(index, epoch=epoch, version=version, batch=batch, max_age=max_age, skipped=skipped),
+        )
+        for index, attempt, skipped in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+    ]
+
+
+def _state(reply: Sequence[Any], abandoned: Collection[int]) -> PermitState:
+    epoch, *counts = reply[:6]
+    version, next_index, limit, returned, expired = map(whole_number, counts)
+    leased = {name.decode("utf-8", "backslashreplace"): n for name, n in zip(reply[6::2], reply[7::2], strict=True)}
+    return PermitState(
+        epoch=whole_number(epoch) if epoch else None,
+        version=version,
+        next_index=next_index,
+        limit=permit_rules.raised(limit, abandoned),
+        leased=dict(sorted(leased.items())),
+        expired=expired,
+        returned=returned,
+        abandoned=len(abandoned),
+    )

@@ -23,7 +23,7 @@ from anabranch.schemas.errors import AnabranchError, StreamUnavailableError, Usa
 from anabranch.schemas.keys import LEARNER_GROUP, Keys
 from anabranch.transport import scripts
 from anabranch.transport.held_entries import HeldEntries
-from anabranch.transport.redis_client import Guard, is_missing_group
+from anabranch.transport.redis_client import Guard, is_missing_group, whole_number
 from anabranch.transport.stream import (
     DEAD_LETTER_FATE,
     DEAD_LETTER_FIELDS,
@@ -62,7 +62,7 @@ class RedisStream:
         what: str = "the region's Redis",
     ) -> None:
         self._client = client
-        self._stream = keys.trajectories
+        self._stream, self._ledger = keys.trajectories, keys.ledger
         self._max_entry_bytes, self._max_dead_letters = max_entry_bytes, max_dead_letters
         self._guard = Guard(client, what)
         timeout_s = client.connection_pool.connection_kwargs.get("socket_timeout") or 5.0
@@ -87,7 +87,12 @@ class RedisStream:
 
     def progress(self, producer: str) -> ProducerProgress:
         last, lowest = self._repeat("stream_progress", producer)
-        return ProducerProgress(_whole(last) + 1 if last else None, _whole(lowest) if lowest else None)
+        return self._guard.understand(
+            "what it knows of a producer",
+            lambda: ProducerProgress(
+                whole_number(last) + 1 if last else None, whole_number(lowest) if lowest else None
+            ),
+        )
 
     def forget_producer(self, producer: str) -> bool:
         return bool(self._repeat("stream_forget_producer", producer))
@@ -144,14 +149,22 @@ class RedisStream:
 
     def ledger(self, group: str) -> LedgerCounts:
         pending, foreign, flat = self._repeat("stream_ledger", group)
-        counted = {flat[i].decode("utf-8", "replace"): _whole(flat[i + 1]) for i in range(0, len(flat), 2)}
+        names = (name.decode("utf-8", "backslashreplace") for name in flat[::2])
+        counted = self._guard.understand(
+            self._ledger, lambda: dict(zip(names, map(whole_number, flat[1::2]), strict=True))
+        )
         fates = {name: n for name, n in counted.items() if n and (name == "trained" or name.startswith("dropped:"))}
         return LedgerCounts(counted.get("produced", 0), int(pending), fates, int(foreign))
 
     def state(self) -> StreamState:
         entries, bytes_used, *groups = self._repeat("stream_state")
         lags = (
-            GroupLag(name.decode(), int(undelivered), int(pending), int(idle) if idle >= 0 else None)
+            GroupLag(
+                name.decode("utf-8", "backslashreplace"),
+                int(undelivered),
+                int(pending),
+                int(idle) if idle >= 0 else None,
+            )
             for name, undelivered, pending, idle in groups
         )
         return StreamState(int(entries), int(bytes_used), tuple(lags))
@@ -227,15 +240,6 @@ def stream_scripts(client: redis.Redis, keys: Keys) -> scripts.Scripts:
     """The scripts over the keys that lua/stream_prelude.lua names."""
     names = [keys.trajectories, keys.seen, keys.ledger, keys.open_entries, keys.open_ids, keys.dead_letters]
     return scripts.Scripts(client, names, prelude="stream_prelude")
-
-
-def _whole(raw: bytes) -> int:
-    try:
-        return int(raw)
-    except ValueError:
-        raise AnabranchError(
-            f"the region's Redis keeps {raw[:40]!r} where a number was: somebody else wrote to a key of this run"
-        ) from None
 
 
 def _deliveries(rows: Sequence[tuple[bytes, list[bytes], int]]) -> list[Delivery]:
