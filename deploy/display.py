@@ -92,6 +92,7 @@ def alarms(view: RunView) -> list[str]:
         found += [
             f"region {name}: {how}" for name, how in view.learner.regions.items() if how.startswith("unreachable")
         ]
+        found += view.learner.notes
     if view.learner and view.now_ms - view.learner.updated_ms > _learner_may_be_silent_s(view) * 1000:
         found.append(f"learner silent for {(view.now_ms - view.learner.updated_ms) / 1000:.0f} s")
     for name, status in view.producers.items():

@@ -1,7 +1,8 @@
 """The learner's eye on its regions: whether they can be read, and what their threads counted, judged and told to people.
 
 Invariant: looking costs no call to anybody, so it never holds up a step; an alarm is told once when it begins and once when
-it is over, and stands in the status in between. Held by tests/unit/learner/test_ledger_watch.py.
+it is over, and stands in the status in between; entries that are not ours are told whenever there are more of them, and stand
+there for good. Held by tests/unit/learner/test_ledger_watch.py.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ class LedgerWatch:
     def __init__(self, reader: Reader, fates: FateLog) -> None:
         self._reader, self._fates, self._check = reader, fates, LedgerCheck()
         self._refusing: dict[str, str] = {}  # region -> alarm
+        self._foreign: dict[str, int] = {}  # region -> entries that are not ours, as told
         self._log = structlog.get_logger()
 
     def look(self) -> list[Note]:
-        """What is to be noted: alarms that begin or end."""
-        return [*self._ledgers(), *self._refusals()]
+        """What is to be noted: alarms that begin or end, and more entries that are not ours."""
+        return [*self._ledgers(), *self._refusals(), *self._strangers()]
 
     def alarms(self) -> tuple[str, ...]:
         return (*self._refusing.values(), *self._check.alarms.values())
+
+    def notes(self) -> tuple[str, ...]:
+        """What a person may want to know, though the ledger holds."""
+        return tuple(f"region {name}: {n} entries that no producer appended" for name, n in self._foreign.items() if n)
 
     def _ledgers(self) -> list[Note]:
         before = dict(self._check.alarms)
@@ -55,6 +61,17 @@ class LedgerWatch:
             if name not in before
         ]
         return notes + [("region_answers", {"region": name}) for name in before if name not in refusing]
+
+    def _strangers(self) -> list[Note]:
+        notes: list[Note] = []
+        for name, reading in self._reader.counted().items():
+            before, now = self._foreign.get(name, 0), reading.counts.foreign
+            self._foreign[name] = now  # fewer: the server has forgotten some
+            if now > before:
+                told: dict[str, str | int | float] = {"region": name, "foreign": now, "new": now - before}
+                self._log.warning("entries in a stream that no producer appended: who writes there?", **told)
+                notes.append(("foreign_entries", told))
+        return notes
 
     def regions(self) -> dict[str, str]:
         """Region -> how reading it goes, and since when."""

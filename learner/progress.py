@@ -56,4 +56,5 @@ def learner_status(
         regions=watch.regions(),
         ledger=watch.ledger(),
         alarms=(*watch.alarms(), *filter(None, [trouble])),
+        notes=watch.notes(),
     )

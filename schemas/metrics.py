@@ -93,7 +93,8 @@ class StepRecord(Record):
         description="the loop's wait for publishing: copying its weights, and for the version before"
     )
     checkpoint_s: float = Field(
-        default=0.0, description="the loop's wait for checkpoints since the record before: what the last step's took is here"
+        default=0.0,
+        description="the loop's wait for checkpoints since the record before: what the last step's took is here",
     )
     committed_version: int | None = Field(
         default=None,
@@ -163,7 +164,8 @@ class LearnerStatus(BaseModel):
     version: int
     regions: dict[str, str] = Field(default_factory=dict, description="region -> how reading it goes, and since when")
     ledger: dict[str, RegionCounts] = Field(default_factory=dict, description="region -> its last counts")
-    alarms: tuple[str, ...] = Field(default=(), description="what is wrong with ledger or fate log now")
+    alarms: tuple[str, ...] = Field(default=(), description="what is wrong with regions, ledger or fate log now")
+    notes: tuple[str, ...] = Field(default=(), description="what is odd, though nothing is wrong")
 
 
 class ProducerStatus(BaseModel):

@@ -121,11 +121,13 @@ def test_what_the_learner_finds_wrong_is_an_alarm(view: RunView) -> None:
     view.learner = view.learner.model_copy(
         update={
             "alarms": ("1 groups are missing from the ledger of region west",),
+            "notes": ("region east: 1 entries that no producer appended",),
             "regions": {"east": "reading for 9 s", "west": "unreachable for 70 s (no route)"},
         }
     )
     assert alarms(view) == [
         "1 groups are missing from the ledger of region west", "region west: unreachable for 70 s (no route)",
+        "region east: 1 entries that no producer appended",
     ]  # fmt: skip
 
 

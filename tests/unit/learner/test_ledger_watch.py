@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from anabranch.consumers.fate_log import FateLog
 from anabranch.learner.ledger_watch import LedgerWatch
@@ -48,6 +49,37 @@ def test_an_alarm_is_noted_when_it_begins_and_when_it_is_over(world: Regions, tm
     assert after_the_next_count() == [("ledger_holds", {"region": "east", "kind": "balance"})]
     assert watch.alarms() == ()
     log.close()
+
+
+def test_entries_that_are_not_ours_are_told_at_every_change_and_stand_in_the_status(
+    world: Regions, tmp_path: Path
+) -> None:
+    reader = world.reader(ledger_every_s=1)
+    watch = LedgerWatch(reader, FateLog(tmp_path, file_lines=100))
+    put(world.stream("east"), entry(0))
+    drain(reader)
+    assert (watch.look(), watch.notes()) == ([], ())
+
+    def after_the_next_count() -> list:
+        at_s = reader.counted()["east"].at_s
+        world.now_s += 2
+        wait(lambda: reader.counted()["east"].at_s > at_s, "the next count")
+        return watch.look()
+
+    store = world.stores["east"]
+    with capture_logs() as logs:
+        store.add(next(iter(store.entries.values())))
+        assert after_the_next_count() == [("foreign_entries", {"region": "east", "foreign": 1, "new": 1})]
+        assert after_the_next_count() == []
+        assert watch.notes() == ("region east: 1 entries that no producer appended",)
+        assert watch.alarms() == (), "the ledger holds"
+        store.add({b"nonsense": b"1"})
+        store.add({b"nonsense": b"1"})
+        assert after_the_next_count() == [("foreign_entries", {"region": "east", "foreign": 3, "new": 2})]
+        assert watch.notes() == ("region east: 3 entries that no producer appended",)
+    assert [(log["foreign"], log["new"]) for log in logs if log["log_level"] == "warning" and "foreign" in log] == [
+        (1, 1), (3, 2),
+    ]  # fmt: skip
 
 
 def test_a_region_that_refuses_is_an_alarm_until_it_is_mended(world: Regions, tmp_path: Path) -> None:
