@@ -33,7 +33,7 @@ from anabranch.schemas.layout import Layout
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHUNK_MUTANTS, FILE_MUTANTS = 90_000, 10_000
 EXTRA_BYTES = 192 * 2**20  # allowed beyond what the process has after its kernels are compiled
-SLOWEST_S = 2.0
+SLOWEST_S = 2.0  # of processor time: how busy the machine is does not show
 
 
 def test_a_hundred_thousand_mutants(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def main(root: Path) -> None:
 
     told = {"mutants": 0, "chunk_errors": 0, "file_errors": 0, "slowest_s": 0.0}
     for i in range(CHUNK_MUTANTS + FILE_MUTANTS):
-        started = time.perf_counter()
+        started = time.process_time()
         told["mutants"] += 1
         if i < CHUNK_MUTANTS:
             mutant = _mutate(rng, rng.choice(chunks), chunks)
@@ -172,7 +172,7 @@ def main(root: Path) -> None:
                 _open(mutant)
             except (DeltaError, ManifestError):
                 told["file_errors"] += 1
-        told["slowest_s"] = max(told["slowest_s"], time.perf_counter() - started)
+        told["slowest_s"] = max(told["slowest_s"], time.process_time() - started)
     print(json.dumps(told))
 
 

@@ -28,7 +28,7 @@ MUTANTS = 10_000
 MAX_TIMES = 24  # what reading a header may take, in sizes of its JSON: objects are that much larger than their text
 NOISE_BYTES = 150_000
 BYTES_PER_VALUE = 6
-SLOWEST_S = 2.0
+SLOWEST_S = 2.0  # of processor time: how busy the machine is does not show
 UNITS = (
     b"[],", b"{},", b"[[]],", b"[0],", b'{"a":0},', b'"ab",', b"1.5,", b"1e9,", b"999,", b"-1,", b'["",[],[]],', b'["a","u8",[]],',
     b'{"digest":"","size_bytes":0},', b'{"digest":"0000000000000000000000000000000000000000000000000000000000000000","size_bytes":-1},',
@@ -188,7 +188,7 @@ def main(what: str, root: Path) -> None:
     for name, content in made:
         header = sealed(content)
         limit(MAX_TIMES * max(len(content), 2**18) + 2**23)
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             taken = DeltaHeader.unpack(header[: PREFIX.size], header[PREFIX.size :])
             packed = taken.pack()
@@ -202,7 +202,7 @@ def main(what: str, root: Path) -> None:
             raise
         finally:
             limit(None)
-        told["slowest_s"] = max(told["slowest_s"], time.perf_counter() - started)
+        told["slowest_s"] = max(told["slowest_s"], time.process_time() - started)
     print(json.dumps(told))
 
 
