@@ -146,7 +146,7 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
-        if isinstance(self._failure, OSError):
+        if isinstance(self._failure, OSError) and not isinstance(self._failure, AnabranchError):
             raise TemporaryError(
                 f"the checkpoint of step {self._step} cannot be written ({self._failure}): make room, then start the learner "
                 "again; it goes on from the checkpoint before"

@@ -61,6 +61,8 @@ def make_universal(place: Path, *, heartbeat: Callable[[], object] = lambda: Non
         (aside / "latest_universal").unlink()
         (aside / SOURCE_FILE).write_text(json.dumps({"marker": source}))
         seal(aside, universal, marker, progress=heartbeat)
+    except DeadlineError:  # an OSError too
+        raise
     except OSError as error:
         raise TemporaryError(f"{universal} cannot be written: {error}; make room, then start again") from error
     finally:
