@@ -97,13 +97,14 @@ def train(
             publisher.close()
     finally:
         engine.stop()
+    totals = [output.diagnostics.total for output in outputs]
     report = {
         "resumed": resumed,
         "digests": digests,
         "loss": [o.loss for o in outputs],
         "grad_norm": [o.grad_norm for o in outputs],
-        "kl_k3": [o.diagnostics.total.kl_k3 for o in outputs],
-        "tokens": [o.diagnostics.total.tokens for o in outputs],
+        "kl_k3": [total.kl_k3 if total else 0.0 for total in totals],
+        "tokens": [total.tokens if total else 0 for total in totals],
     }
     (folder / "report.json").write_text(json.dumps(report))
 
