@@ -3,6 +3,7 @@
 Region Redis (trajectories):
     ab:{run}:traj              stream   entries (schemas/envelope.py); inside of an append's transaction also `traj:shut`
     ab:{run}:seen              hash     producer id -> highest sequence number appended
+    ab:{run}:seen_at           hash     producer id -> when it last appended something new (Unix ms, the server's clock)
     ab:{run}:open              zset     "PRODUCER SEQ" (SEQ zero-padded to 20 digits, score 0): stored, not settled by the learner
     ab:{run}:open_ids          hash     entry id -> its member of `open`
     ab:{run}:ledger            hash     produced, trained, dropped:<cause> -> count of groups; requeued, made_room -> dead
@@ -67,6 +68,10 @@ class Keys:
     @property
     def seen(self) -> str:
         return self._key("seen")
+
+    @property
+    def seen_at(self) -> str:
+        return self._key("seen_at")
 
     @property
     def ledger(self) -> str:

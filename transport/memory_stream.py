@@ -49,6 +49,7 @@ class MemoryStream:
                     continue
                 entry_id = store.add({name.encode(): bytes(value) for name, value in envelope.seal().items()})
                 store.books.seen[producer] = envelope.seq
+                store.books.seen_at[producer] = store.clock()
                 store.books.produced += 1
                 store.note_open(entry_id, producer, envelope.seq)
             return min(max(store.books.seen.get(producer, -1) + 1, floor), envelopes[-1].seq + 1)
@@ -58,13 +59,16 @@ class MemoryStream:
             books = self._store.books
             last = books.seen.get(producer)
             lowest = min((seq for name, seq in books.open if name == producer), default=None)
-            return ProducerProgress(None if last is None else last + 1, lowest)
+            at = books.seen_at.get(producer)
+            idle_ms = None if at is None else int(1000 * max(0.0, self._store.clock() - at))
+            return ProducerProgress(None if last is None else last + 1, lowest, idle_ms)
 
     def forget_producer(self, producer: str) -> bool:
         with self._store.changed:
             if self.progress(producer).lowest_open is not None:
                 return False
             self._store.books.seen.pop(producer, None)
+            self._store.books.seen_at.pop(producer, None)
             return True
 
     def read(self, group: str, consumer: str, *, max_entries: int, block_ms: int) -> list[Delivery]:

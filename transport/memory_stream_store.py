@@ -50,6 +50,9 @@ class Books:
     entries: dict[Id, dict[bytes, bytes]] = field(default_factory=dict)  # ascending, since ids ascend
     groups: dict[str, ConsumerGroup] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)  # producer -> highest sequence number
+    seen_at: dict[str, float] = field(
+        default_factory=dict
+    )  # producer -> when it last appended something new, in seconds
     open: set[tuple[str, int]] = field(default_factory=set)  # stored and not settled by the learner's group
     open_ids: dict[Id, tuple[str, int]] = field(default_factory=dict)
     letters: dict[Id, Letter] = field(default_factory=dict)

@@ -86,13 +86,8 @@ class RedisStream:
         return min(expected, envelopes[-1].seq + 1)
 
     def progress(self, producer: str) -> ProducerProgress:
-        last, lowest = self._repeat("stream_progress", producer)
-        return self._guard.understand(
-            "what it knows of a producer",
-            lambda: ProducerProgress(
-                whole_number(last) + 1 if last else None, whole_number(lowest) if lowest else None
-            ),
-        )
+        reply = self._repeat("stream_progress", producer)
+        return self._guard.understand("what it knows of a producer", lambda: _progress(reply))
 
     def forget_producer(self, producer: str) -> bool:
         return bool(self._repeat("stream_forget_producer", producer))
@@ -238,7 +233,9 @@ class RedisStream:
 
 def stream_scripts(client: redis.Redis, keys: Keys) -> scripts.Scripts:
     """The scripts over the keys that lua/stream_prelude.lua names."""
-    names = [keys.trajectories, keys.seen, keys.ledger, keys.open_entries, keys.open_ids, keys.dead_letters]
+    names = [
+        keys.trajectories, keys.seen, keys.ledger, keys.open_entries, keys.open_ids, keys.dead_letters, keys.seen_at,
+    ]  # fmt: skip
     return scripts.Scripts(client, names, prelude="stream_prelude")
 
 
@@ -247,3 +244,8 @@ def _deliveries(rows: Sequence[tuple[bytes, list[bytes], int]]) -> list[Delivery
         Delivery(entry_id.decode(), dict(zip(flat[::2], flat[1::2], strict=True)), int(count))
         for entry_id, flat, count in rows
     ]
+
+
+def _progress(reply: Sequence[bytes]) -> ProducerProgress:
+    last, lowest, idle_ms = (whole_number(part) if part else None for part in reply)
+    return ProducerProgress(None if last is None else last + 1, lowest, idle_ms)

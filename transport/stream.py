@@ -50,10 +50,12 @@ class LedgerCounts:
 @dataclass(frozen=True, slots=True)
 class ProducerProgress:
     """What a stream knows of one producer. `next_seq`: one past the highest stored, None if it knows nothing of it;
-    `lowest_open`: lowest stored sequence number that the learner's group has not settled, None if there is none."""
+    `lowest_open`: lowest stored sequence number that the learner's group has not settled, None if there is none; `idle_ms`: since
+    it last appended something new, by the server's clock, None if that is not known."""
 
     next_seq: int | None
     lowest_open: int | None
+    idle_ms: int | None = field(default=None, compare=False)
 
     @property
     def settled_below(self) -> int:

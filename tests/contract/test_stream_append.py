@@ -298,3 +298,20 @@ def test_the_books_stay_flat_over_thousands_of_entries(backend):
     }
     assert stream.ledger(GROUP).fates == {"trained": 2000}
     assert put(stream, *entries(2000)) == 1
+
+
+def test_a_stream_knows_since_when_a_producer_has_appended_nothing(backend):
+    stream = backend.stream()
+    assert stream.progress("p").idle_ms is None
+    stream.append(entries(0, 1), floor=0)
+    idle_ms = stream.progress("p").idle_ms
+    assert idle_ms is not None
+    assert 0 <= idle_ms < 60_000
+    time.sleep(0.01)
+    later_ms = stream.progress("p").idle_ms
+    assert later_ms > idle_ms
+    stream.append(entries(0, 1), floor=0)  # nothing new
+    assert stream.progress("p").idle_ms >= later_ms
+    stream.settle(GROUP, [(delivery.entry_id, "trained") for delivery in read(stream)])
+    assert stream.forget_producer("p")
+    assert stream.progress("p").idle_ms is None

@@ -116,7 +116,14 @@ def test_streams(stream, anabranch):
     assert anabranch("stream", "forget-group", "learner", "--yes").returncode == 2
     assert "east: group recorder is forgotten" in shown(anabranch("stream", "forget-group", "recorder", "--yes"))
     assert [group.name for group in stream.state().groups] == ["learner"]
-    assert anabranch("stream", "forget-producer", "east-0-aa", "--yes").returncode == 75
+    refused = anabranch("stream", "forget-producer", "east-0-aa", "--yes", "--force")
+    assert (refused.returncode, "has entries that the learner has not settled" in refused.stderr) == (75, True)
+    (left,) = stream.read_own_pending(LEARNER_GROUP, "c", max_entries=9)
+    stream.settle(LEARNER_GROUP, [(left.entry_id, "trained")])
+    living = anabranch("stream", "forget-producer", "east-0-aa", "--yes")
+    assert living.returncode == 75
+    assert "producer east-0-aa may live: it appended to region east" in living.stderr
+    assert "is forgotten" in shown(anabranch("stream", "forget-producer", "east-0-aa", "--yes", "--force"))
 
 
 def test_permits(anabranch, client, keys):

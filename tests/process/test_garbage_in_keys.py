@@ -32,6 +32,7 @@ READERS = {  # which commands read a key
     "hash": {
         "permits": PERMITS, "holders": PERMITS, "producers": PERMITS[:1], "run_state": (REQUEUE,),
         "seen": (AUDIT, PRODUCER), "ledger": (LEDGER, AUDIT, LS), "open_ids": (AUDIT, PRODUCER),
+        "seen_at": (PRODUCER,),
     },
     "zset": {
         "leases": PERMITS[:1], "returned": PERMITS[:1], "abandoned": PERMITS[:1], "producers_seen": PERMITS[:1],

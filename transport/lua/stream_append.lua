@@ -29,6 +29,7 @@ if there and ARGV[3] ~= '' then
   note_open(id, ARGV[1], ARGV[3])
   redis.call('HSET', SEEN, ARGV[1], ARGV[3])
   count('produced', 1)
+  redis.pcall('HSET', SEEN_AT, ARGV[1], string.format('%.0f', now_ms()))  -- for people alone: nothing waits for it
   expected = tonumber(ARGV[3]) + 1
 elseif not there and redis.call('EXISTS', SHUT) == 1 then
   redis.call('RENAME', SHUT, STREAM)

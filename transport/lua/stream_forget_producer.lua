@@ -7,4 +7,5 @@ if #redis.call('ZRANGEBYLEX', OPEN, '[' .. prefix .. '0', '(' .. prefix .. ':', 
   return 0
 end
 redis.call('HDEL', SEEN, ARGV[1])
+redis.pcall('HDEL', SEEN_AT, ARGV[1])
 return 1

@@ -1,6 +1,12 @@
 -- What the stream's scripts share; scripts.load puts it between a script's first line and the rest.
--- KEYS of each: stream, seen, ledger, open, open_ids, dead letters (schemas/keys.py).
-local STREAM, SEEN, LEDGER, OPEN, OPEN_IDS, DEAD = unpack(KEYS)
+-- KEYS of each: stream, seen, ledger, open, open_ids, dead letters, seen_at (schemas/keys.py).
+local STREAM, SEEN, LEDGER, OPEN, OPEN_IDS, DEAD, SEEN_AT = unpack(KEYS)
+
+-- Unix ms, by this server's clock.
+local function now_ms()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
 
 local function count(field, by)
   redis.call('HINCRBY', LEDGER, field, by)

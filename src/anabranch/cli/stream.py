@@ -67,10 +67,13 @@ def _add_forget_producer(kinds: Any) -> None:
     parser = _kind(
         kinds, "forget-producer", "a producer is gone for good, and so is its spool",
         " east-0-c0ffee --config run.toml\n",
-        "Drops what the streams remember of its sequence numbers. Refused (75) while entries of it are not settled. Living\n"
-        "producers do the same for spools that they find without an owner.",
+        "Drops what the streams remember of its sequence numbers. Refused (75) while entries of it are not settled; and while it\n"
+        "may live: it appended or reported within the last minute, it holds leases, or the hub does not say. Forgotten, a living\n"
+        "one gives again what its spool holds, which the ledger counts twice. Living producers forget, by themselves, those whose\n"
+        "spools they find without an owner.",
     )  # fmt: skip
     parser.add_argument("name", metavar="PRODUCER", help="a producer's id, as statuses and logs name it")
+    parser.add_argument("--force", action="store_true", help="even if it may live")
     _add_common(parser)
     add_yes(parser)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from anabranch.cli.confirm import confirmed
-from anabranch.deploy import stream_state
+from anabranch.deploy import producer_life, stream_state
 from anabranch.deploy.plain_text import plain
 from anabranch.deploy.regions_asked import Asked, ask_regions, impatient, regions_of
 from anabranch.schemas.config import RunConfig
@@ -64,7 +64,10 @@ def _forget_group(args: argparse.Namespace, config: RunConfig) -> int:
 
 def _forget_producer(args: argparse.Namespace, config: RunConfig) -> int:
     asked = _connect(args, config)
-    there = [region for region, stream in asked.answers.items() if stream.progress(args.name).next_seq is not None]
+    progress = {region: stream.progress(args.name) for region, stream in asked.answers.items()}
+    there = [region for region, known in progress.items() if known.next_seq is not None]
+    if there and not args.force:
+        producer_life.refuse_living(args.name, progress, producer_life.ask_hub(impatient(config), args.name))
     for region in there:
         print(f"{region}: producer {plain(args.name, 60)} is known here")
     if there and not confirmed(args):
