@@ -1,12 +1,19 @@
-"""Small spools, and streams that fail as told."""
+"""Small spools that are closed when their test ends, and streams that fail as told."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from anabranch.producers.mirror_lock import FileLock
 from anabranch.producers.spool import Spool
 from anabranch.producers.spool_file import SUFFIX
 from anabranch.schemas.config import SpoolSection
@@ -104,3 +111,37 @@ def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def closed_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Closes what spools and locks are made meanwhile, as the end of the process would, and checks that no file of a spool
+    stays open that was not before."""
+    made: list[Spool | FileLock] = []
+    before = open_spool_files()
+    for kind in (Spool, FileLock):
+        monkeypatch.setattr(kind, "__init__", _noted(kind.__init__, made))
+    yield
+    for one in made:
+        one.close()
+    left = open_spool_files() - before
+    assert not left, f"left open: {left}"
+
+
+def _noted(real: Callable[..., None], made: list[Any]) -> Callable[..., None]:
+    @functools.wraps(real)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        made.append(self)
+
+    return init
+
+
+def open_spool_files() -> Counter[str]:
+    """Path -> descriptors of this process, of spools and their locks."""
+    found: Counter[str] = Counter()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(descriptor).removesuffix(" (deleted)")
+            found[target] += target.endswith((SUFFIX, "/lock"))
+    return +found

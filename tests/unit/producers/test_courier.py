@@ -254,3 +254,4 @@ def test_whatever_fails_each_group_is_stored_and_none_is_let_go_too_early(
     for _ in range(6):
         lab.turn(after_s=1)
     assert lab.courier.state is CourierState.EMPTY
+    lab.spool.close()
