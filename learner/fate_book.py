@@ -2,7 +2,8 @@
 
 Invariant: nothing is handed to a stream to be settled before its line is durable; a delivery that comes again after its
 fate was decided is settled under the same fate and has no second line, across crashes too (`state` carries what is not yet
-settled). A disk that is full delays both and loses neither. Held by tests/unit/learner/test_feed_crashes.py.
+settled). A disk that is full delays both and loses neither. Held by tests/unit/learner/test_feed_crashes.py
+and tests/unit/learner/test_feed_repeats.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Invariant: an entry is acknowledged only after a durable checkpoint contains the
 dropped for good) and the fate log has its line, so a crash at any point loses nothing: what was not acknowledged is
 delivered again. Every arrival ends as trained, dropped(cause) or pending, and a group that is too old is dropped for its
 age whatever else is the matter with it. No region is waited for. Held by tests/unit/learner/test_feed.py,
-tests/unit/learner/test_feed_crashes.py and tests/process/test_feed_kills.py.
+tests/unit/learner/test_feed_crashes.py, tests/unit/learner/test_feed_repeats.py, tests/unit/learner/test_feed_any_order.py,
+tests/unit/learner/test_feed_refusals.py and tests/process/test_feed_kills.py.
 
 Fates are those of schemas/fates.py. The permits of dropped:age, dropped:false_version and dead letters are handed out again.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from anabranch.consumers.reader import Reader
 from anabranch.learner.feed import FedBatch, Feed
 from anabranch.schemas.config import StreamSection
 from anabranch.schemas.envelope import Envelope
+from anabranch.schemas.errors import StreamUnavailableError
 from anabranch.schemas.fates import FateRecord
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.trajectory import Group, Rollout, encode_group
@@ -137,3 +138,18 @@ def train(feed: Feed, version: int = 0, epoch: int = 1, fork: int = 0) -> list[i
     batch = next_batch(feed, version, epoch, fork)
     feed.consumed(batch.arrivals)
     return indices(batch)
+
+
+def begin(world: FeedWorld, groups: int = BATCH) -> Feed:
+    feed = world.learner()
+    world.take(groups)
+    for index in range(groups):
+        world.produce(index, 0)
+    return feed
+
+
+class Away(MemoryStream):
+    """Whose acknowledgements do not get through."""
+
+    def settle(self, group: str, fates: Sequence[tuple[str, str]]) -> int:
+        raise StreamUnavailableError("gone")
