@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.learner.checkpoint_writer import CheckpointWriter
-from tests.checkpoints import Counter, store
+from tests.checkpoint_stores import Counter, store
 from tests.process.weight_actors import PLACES, die_after, say
 
 FILES = ("learner/checkpoint.py", "checkpoint_folder.py", "checkpoint_writer.py", "retention.py", "transport/files.py")

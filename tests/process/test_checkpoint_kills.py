@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from anabranch.learner.checkpoint_folder import MARKER, complete_checkpoints, places, read_marker, verify
-from tests.checkpoints import store
+from tests.checkpoint_stores import store
 from tests.process.checkpoint_actor import Engine
 from tests.zygote import Zygote, is_alive
 

@@ -9,7 +9,7 @@ from anabranch.learner.checkpoint import CheckpointStore, give_up_above
 from anabranch.learner.checkpoint_folder import MARKER
 from anabranch.learner.weights import tensor_bits
 from anabranch.schemas.errors import CheckpointError, TemporaryError
-from tests.checkpoints import Counter, store
+from tests.checkpoint_stores import Counter, store
 from tests.limits import file_size_limit
 from tests.unit.learner.conftest import make_batch
 

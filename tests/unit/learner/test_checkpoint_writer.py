@@ -15,7 +15,7 @@ from anabranch.learner.checkpoint import CheckpointStore, Unfinished
 from anabranch.learner.checkpoint_folder import Marker
 from anabranch.learner.checkpoint_writer import CheckpointWriter, WriterState
 from anabranch.schemas.errors import EXIT_TEMPORARY, AnabranchError, DeadlineError, TemporaryError
-from tests.checkpoints import Counter, store
+from tests.checkpoint_stores import Counter, store
 
 
 class Slow(CheckpointStore):

@@ -9,7 +9,7 @@ import pytest
 
 from anabranch.cli.main import main
 from anabranch.learner.checkpoint_folder import MARKER
-from tests.checkpoints import Counter, store
+from tests.checkpoint_stores import Counter, store
 
 
 class Engine(Counter):

@@ -12,7 +12,7 @@ import pytest
 from anabranch.learner.checkpoint import give_up_above
 from anabranch.learner.checkpoint_folder import MARKER
 from anabranch.schemas.errors import CheckpointError
-from tests.checkpoints import Counter, store
+from tests.checkpoint_stores import Counter, store
 
 
 def two(root: Path) -> Path:

@@ -13,7 +13,7 @@ from anabranch.learner import universal
 from anabranch.learner.checkpoint_folder import MARKER
 from anabranch.learner.universal import DATA_ONLY, as_universal, make_universal
 from anabranch.schemas.errors import CheckpointError, DeadlineError, TemporaryError
-from tests.checkpoints import Counter, store
+from tests.checkpoint_stores import Counter, store
 
 
 @pytest.fixture
