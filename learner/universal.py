@@ -95,7 +95,7 @@ def _convert(source: Path, target: Path, marker: Marker, heartbeat: Callable[[],
     with log.open("wb") as output:
         child = subprocess.Popen(
             bound_to_parent(command), env=os.environ | {DATA_ONLY: "1", "DS_ACCELERATOR": "cpu"},
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output,
         )  # fmt: skip
         try:
             while child.poll() is None:

@@ -38,8 +38,8 @@ def convert(source: Path, target: Path) -> None:
         )
     )  # fmt: skip
     step = _complete_state(target / "zero" / "optimizer_state.pt", source)
-    for weights in (target / "zero").rglob("fp32.pt"):
-        _complete_parameter(weights.parent, step)
+    for moment in (target / "zero").rglob("exp_avg.pt"):  # a second name of a tied weight has none
+        _complete_parameter(moment.parent, step)
     _one_model_file(target)
 
 

@@ -47,6 +47,8 @@ def train(model: str, out: str, learner: dict[str, Any], checkpoints: str, steps
         try:
             report["resumed"] = engine.load(place)
         except CheckpointError as error:
+            if world_size > 1:
+                raise  # the others wait for this rank
             report["error"] = str(error)
     if "error" not in report:
         if "resumed" in report:
