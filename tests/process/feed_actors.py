@@ -85,10 +85,21 @@ def learn(
         resumed=state,
     )
 
+    durable: list[
+        dict[str, Any]
+    ] = []  # and not told to the feed yet: a checkpoint in the background, at every other start
+
+    def settle() -> None:
+        while durable:
+            feed.checkpointed(durable.pop())
+
     def checkpoint() -> None:
-        client_state = {"version": version, "forks": forks, "feed": feed.state()}
-        write_atomically(path, json.dumps(client_state).encode())
-        feed.checkpointed()
+        settle()
+        state = feed.state()
+        write_atomically(path, json.dumps({"version": version, "forks": forks, "feed": state}).encode())
+        durable.append(state)
+        if epoch % 2:
+            settle()
 
     checkpoint()
     say(log, event="opened", epoch=epoch, version=version)
@@ -105,8 +116,11 @@ def learn(
         version += 1
         if version % checkpoint_every == 0:
             checkpoint()
+        else:
+            settle()
         say(log, event="stepped", epoch=epoch, version=version)
     checkpoint()
+    settle()
     feed.drop_surplus(PolicyVersion(epoch, version), forks)
     feed.close()
     say(log, event="ended", epoch=epoch, version=version)
