@@ -1,7 +1,7 @@
 """Whether a step's gradients reach the optimizer.
 
 Invariant: while the gate is closed, `engine.step()` of DeepSpeed clears the gradients and changes no weight, no moment and no
-step counter of the optimizer: all bits stay. Held by tests/unit/learner/test_step_gate.py.
+step counter of the optimizer: all bits stay. Held by tests/unit/learner/test_update.py.
 
 DeepSpeed has no call for "forget these gradients" that works at every stage; its step clears them at all of them.
 """
