@@ -81,14 +81,14 @@ def bench_resume(
                 job["runs"].append(
                     {"config": text, "stage": stage, "at": sorted(draw.sample(range(1, steps), resumes))}
                 )
-            name = f"{number} rank{'s' if number > 1 else ''}"
-            tell(f"{name}: straight, {steps} steps at {len(stages)} stages")
+            who = f"{number} rank{'s' if number > 1 else ''}"
+            tell(f"{who}: straight, {steps} steps at {len(stages)} stages")
             straight = _launch(job | {"resume": False}, number)
-            tell(f"{name}: resumed {resumes} times at each")
+            tell(f"{who}: resumed {resumes} times at each")
             resumed = _launch(job | {"resume": True}, number)
         for run in job["runs"]:
-            stage = str(run["stage"])
-            yield _compare(load_config(run["config"]).learner, tuple(run["at"]), straight[stage], resumed[stage])
+            name = str(run["stage"])
+            yield _compare(load_config(run["config"]).learner, tuple(run["at"]), straight[name], resumed[name])
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _digest(engine: CollectiveEngine) -> str:
     digest = xxhash.xxh3_128()
     for name, bits in sorted(engine.state_bits().items()):
         digest.update(name.encode())
-        digest.update(bits)
+        digest.update(bits.tobytes())
     return digest.hexdigest()
 
 
@@ -164,7 +164,7 @@ def _run(config: RunConfig, at: list[int], steps: int, folder: Path, *, resume: 
                 continue
             if resume and store(start).load_newest(engine) is None:
                 raise AnabranchError(f"there is no checkpoint after step {start}")
-            seen = {str(engine.step): {"weights": _digest(engine)}}
+            seen: dict[str, Any] = {str(engine.step): {"weights": _digest(engine)}}
             while engine.step < steps:
                 output = engine.train_step(batch(engine.step))
                 seen[str(engine.step)] = {"loss": output.loss, "weights": _digest(engine)}

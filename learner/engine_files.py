@@ -19,7 +19,13 @@ import torch
 
 from anabranch.learner import random_state
 from anabranch.learner.quiet import quiet
-from anabranch.learner.universal import DEEPSPEED_FOLDER, as_universal, make_universal, universal_folder
+from anabranch.learner.universal import (
+    DEEPSPEED_FOLDER,
+    as_universal,
+    await_universal,
+    make_universal,
+    universal_folder,
+)
 from anabranch.schemas.errors import CheckpointError
 from anabranch.transport.files import read_json
 
@@ -72,6 +78,8 @@ def load_engine(
     if converted:
         if rank == 0:
             make_universal(directory, heartbeat=heartbeat)
+        else:
+            await_universal(directory)
         torch.distributed.barrier()
         with as_universal(engine), quiet():
             path, _ = engine.load_checkpoint(str(universal_folder(directory)), tag=DEEPSPEED_FOLDER)

@@ -23,7 +23,7 @@ from anabranch.learner.checkpoint_folder import MARKER, Marker, read_marker, sea
 from anabranch.learner.deepspeed_files import deepspeed_classes
 from anabranch.learner.retention import UNIVERSAL
 from anabranch.schemas.errors import CheckpointError, DeadlineError, TemporaryError
-from anabranch.transport.files import read_json
+from anabranch.transport.retry import wait_until
 from anabranch.transport.runtime import bound_to_parent
 
 DEEPSPEED_FOLDER = "deepspeed"
@@ -46,12 +46,11 @@ def make_universal(place: Path, *, heartbeat: Callable[[], object] = lambda: Non
         TemporaryError: the disk is full; DeadlineError: it takes too long.
     """
     universal = universal_folder(place)
-    marker, source = read_marker(place), size_and_digest(place / MARKER)[1]
-    if (universal / MARKER).is_file():
-        if read_json(universal / SOURCE_FILE, refuse=CheckpointError) == {"marker": source}:
-            verify(universal, read_marker(universal), hint="; remove that folder", progress=heartbeat)
-            return universal
-        (universal / MARKER).unlink()
+    marker = read_marker(place)
+    if is_universal(place):
+        verify(universal, read_marker(universal), hint="; remove that folder", progress=heartbeat)
+        return universal
+    (universal / MARKER).unlink(missing_ok=True)  # first, so that half of it is never a complete one
     aside = place.with_name(f".{universal.name}.tmp")
     for leftover in (universal, aside):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -59,7 +58,7 @@ def make_universal(place: Path, *, heartbeat: Callable[[], object] = lambda: Non
     try:
         _convert(place / DEEPSPEED_FOLDER, aside / DEEPSPEED_FOLDER, marker, heartbeat)
         (aside / "latest_universal").unlink()
-        (aside / SOURCE_FILE).write_text(json.dumps({"marker": source}))
+        (aside / SOURCE_FILE).write_text(json.dumps(_source(place)))
         seal(aside, universal, marker, progress=heartbeat)
     except DeadlineError:  # an OSError too
         raise
@@ -68,6 +67,31 @@ def make_universal(place: Path, *, heartbeat: Callable[[], object] = lambda: Non
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return universal
+
+
+def is_universal(place: Path) -> bool:
+    """Whether it has been made, of this very checkpoint."""
+    universal = universal_folder(place)
+    try:
+        return (universal / MARKER).is_file() and json.loads((universal / SOURCE_FILE).read_bytes()) == _source(place)
+    except (FileNotFoundError, ValueError):  # rank 0 removes one of another checkpoint
+        return False
+
+
+def await_universal(place: Path) -> None:
+    """What the other ranks do while rank 0 makes it: longer than a collective would wait. Raises DeadlineError."""
+    deadline_s = _deadline_s(read_marker(place))
+    what = f"rank 0 to convert {place} for another number of ranks"
+    wait_until(lambda: is_universal(place), deadline_s=deadline_s, what=what, poll_s=_POLL_S)
+
+
+def _source(place: Path) -> dict[str, str]:
+    return {"marker": size_and_digest(place / MARKER)[1]}
+
+
+def _deadline_s(marker: Marker) -> float:
+    """Read, written twice, read back for the digest."""
+    return file_deadline_s(4 * marker.bytes)
 
 
 @contextlib.contextmanager
@@ -88,7 +112,7 @@ def as_universal(engine: Any) -> Iterator[None]:
 
 def _convert(source: Path, target: Path, marker: Marker, heartbeat: Callable[[], object]) -> None:
     """In a process of its own: DeepSpeed prints, and leaves memory behind."""
-    deadline_s = file_deadline_s(3 * marker.bytes)
+    deadline_s = _deadline_s(marker)
     log = target.with_name("log.txt")
     command = [sys.executable, "-I", "-m", "anabranch.learner.universal_files", str(source), str(target)]
     end = time.monotonic() + deadline_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from anabranch.learner import universal
 from anabranch.learner.checkpoint_folder import MARKER
-from anabranch.learner.universal import DATA_ONLY, as_universal, make_universal
+from anabranch.learner.universal import DATA_ONLY, as_universal, await_universal, is_universal, make_universal
 from anabranch.schemas.errors import CheckpointError, DeadlineError, TemporaryError
 from tests.checkpoint_stores import Counter, store
 
@@ -101,6 +102,23 @@ def test_a_conversion_that_hangs_is_ended_at_a_deadline(place: Path, monkeypatch
     monkeypatch.setattr(universal, "file_deadline_s", lambda _: 0.0)
     with pytest.raises(DeadlineError, match="to be converted for another number of ranks"):
         make_universal(place)
+
+
+def test_the_other_ranks_wait_for_that_of_this_checkpoint(
+    tmp_path: Path, place: Path, conversions: Conversions, monkeypatch
+):
+    make_universal(place)
+    shutil.rmtree(place)
+    store(tmp_path).save(Counter(2), {"another": "line"})
+    with monkeypatch.context() as patch:
+        patch.setattr(universal, "file_deadline_s", lambda _: 0.0)
+        with pytest.raises(DeadlineError, match=r"rank 0 to convert .*step-00000002 for another number of ranks"):
+            await_universal(place)
+    made = threading.Timer(0.05, make_universal, [place])
+    made.start()
+    await_universal(place)
+    made.join()
+    assert is_universal(place)
 
 
 class Payload:
