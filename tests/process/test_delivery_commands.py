@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 from anabranch.schemas.keys import LEARNER_GROUP, RECORDER_GROUP
 from anabranch.transport.redis_permits import RedisPermits
 from anabranch.transport.redis_stream import RedisStream
+from tests import commands
 from tests.groups import entry
 from tests.unit.deploy.letter_boxes import HOSTILE, sealed
 
@@ -48,19 +48,7 @@ def settings(valkey, keys, tmp_path) -> list[str]:
 
 @pytest.fixture
 def anabranch(settings) -> Run:
-    def run(*argv: str, more: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-I", "-m", "anabranch.cli.main", *argv, *settings, *more]
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env=dict(os.environ),
-        )
-
-    return run
+    return lambda *argv: commands.anabranch(*argv, *settings)
 
 
 def shown(done: subprocess.CompletedProcess) -> str:
@@ -136,16 +124,17 @@ def test_permits(anabranch, client, keys):
     assert "leased: being sampled" in shown(anabranch("permits"))
 
 
-def test_a_region_that_is_away_is_75_and_the_other_is_shown(stream, anabranch):
+def test_a_region_that_is_away_is_75_and_the_other_is_shown(stream, settings):
     away = ("--set", "regions.west.url=redis://:s3cret@127.0.0.1:1/0", "--set", "channel.connect_deadline_s=1")
     for argv in (("dead-letter", "ls"), ("stream", "ls")):
-        done = anabranch(*argv, more=away)
+        command = [sys.executable, "-I", "-m", "anabranch.cli.main", *argv, *settings, *away]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 75
         assert "east" in done.stdout
         assert "the Redis of region west at redis://:***@127.0.0.1:1/0" in done.stderr
         assert done.stderr.count("\n") == 1
 
 
-def test_another_run_has_letters_of_its_own(stream, anabranch):
-    other = anabranch("dead-letter", "ls", more=("--set", "run.name=another"))
+def test_another_run_has_letters_of_its_own(stream, settings):
+    other = commands.anabranch("dead-letter", "ls", *settings, "--set", "run.name=another")
     assert shown(other) == "east: 0 dead letters\nwest: 0 dead letters\n"

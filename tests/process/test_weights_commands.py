@@ -17,6 +17,7 @@ from anabranch.schemas.metrics import LearnerStatus, ProducerStatus
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.redis_boards import RedisRunBoard
 from anabranch.transport.redis_weight_channel import RedisWeightChannel
+from tests.commands import anabranch
 from tests.unit.deploy.weights_channels import Made, digest_of, usual
 
 pytestmark = pytest.mark.process
@@ -40,9 +41,7 @@ def command(*argv: str) -> list[str]:
 @pytest.fixture
 def weights(settings) -> Run:
     def run(*argv: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            command(*argv, *settings), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
-        )
+        return anabranch("weights", *argv, *settings)
 
     return run
 
