@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from anabranch.cli import bench_delivery, bench_packing, bench_paths, bench_publish, bench_resume, bench_soak
+from anabranch.cli import bench_delivery, bench_lag, bench_packing, bench_paths, bench_publish, bench_resume, bench_soak
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 
 
@@ -38,6 +38,7 @@ def add_parser(subparsers: Any) -> None:
     bench_soak.add_parser(kinds)
     bench_packing.add_parser(kinds)
     bench_resume.add_parser(kinds)
+    bench_lag.add_parser(kinds)
     everything = kinds.add_parser(
         "all", help="loop and engine, on the tiny model", formatter_class=HelpFormatter,
         epilog="examples:\n  anabranch bench all\n  anabranch bench all --json > figures.json\n",
