@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _NUMBERS = re.compile(r"\d[\d.,e+-]*")
+_FOLDERS = re.compile(r"(?<![\w/])/\S*/(?=disks/)")  # where the run lies says nothing, and a report is for everybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Waits:
     def saw(self, name: str, status: Mapping[str, Any], now: float) -> None:
         """A status as it stands on the hub at `now` (monotonic seconds)."""
         who = str(status.get("region") or name)
-        what = _NUMBERS.sub("N", str(status.get("waiting_for") or "").partition(";")[0]).strip()  # the rest is advice
+        what = _FOLDERS.sub("", str(status.get("waiting_for") or "").partition(";")[0])  # the rest is advice
+        what = _NUMBERS.sub("N", what).strip()
         progress = (status.get("step"), status.get("epoch"), status.get("groups_done"), status.get("pid"))
         mark = (what, progress)
         said, self._said[name] = self._said.get(name), status.get("updated_ms")

@@ -49,3 +49,11 @@ def test_a_status_that_nobody_refreshes_is_no_wait() -> None:
     for now, updated in [(0, 0), (2, 2), (10, 2), (40, 2)]:
         waits.saw("learner", learner(5, "the hub", updated), float(now))
     assert waits.worst() == [Wait("learner", "the hub", 2.0)]
+
+
+def test_where_the_run_lies_is_not_told() -> None:
+    waits = Waits()
+    for now in (0.0, 1.0, 2.0):
+        waiting_for = "the disk to take the spool's writes (/home/x/run-7/disks/spool-west/chaos/west/0)"
+        waits.saw("p", {"region": "west", "waiting_for": waiting_for, "updated_ms": now}, now)
+    assert list(waits.longest) == [("west", "the disk to take the spool's writes (disks/spool-west/chaos/west/N)")]
