@@ -115,7 +115,7 @@ def namespaces() -> set[str]:
 
 
 def test_every_kind_of_fault_and_every_group_accounted_for(start: Callable[..., Run]) -> None:
-    run = start("--faults", str(FAULTS), "--seed", SEED)
+    run = start("--faults", str(FAULTS), "--seed", SEED, "--seconds-between", "4")
     assert run.process.wait(END_S) == 0, run.said()
     report = run.report()
     checks = {check["name"]: check for check in report["checks"]}
