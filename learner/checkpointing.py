@@ -2,7 +2,7 @@
 
 Invariant: the lines of `metrics.jsonl` up to a checkpoint's step are durable before it is, so a learner that resumes from it
 has no step without a line; entries are settled only for what the durable checkpoint holds, whatever was consumed since. Held
-by tests/unit/learner/test_checkpointing.py and tests/unit/learner/test_loop_checkpoints.py.
+by tests/unit/learner/test_loop_checkpoints.py.
 """
 
 from __future__ import annotations
