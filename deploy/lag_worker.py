@@ -1,7 +1,7 @@
 """Processes that run cells of the lag study, one after the other: the worker itself, and what its owner holds of it.
 
 Invariant: a worker dies with its owner, and an owner hears of a worker's death: no cell is waited for that nobody runs. What
-goes between them is a JSON object a line. Held by tests/unit/deploy/test_bench_lag.py.
+goes between them is a JSON object a line. Held by tests/process/test_bench_lag.py.
 
 DeepSpeed and transformers take seconds to import, so a worker lives for many cells. It writes to the standard output that it was
 started with; whatever prints later goes to standard error.
@@ -62,6 +62,8 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._reader.join(timeout=END_S)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._errors.close()
 
     def death(self) -> TemporaryError:

@@ -40,7 +40,7 @@ def add_parser(kinds: Any) -> None:
         help="versions (default 0 1 4 8 16 32)",
     )
     parser.add_argument(
-        "--lrs", type=float, nargs="+", default=[3e-4], metavar="LR", help="learning rates (default 3e-4)"
+        "--lrs", type=float, nargs="+", default=[1e-4], metavar="LR", help="learning rates (default 1e-4, the preset's)"
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 (default 3)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="optimizer steps of a cell (default 60)")
