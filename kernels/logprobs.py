@@ -1,20 +1,30 @@
-"""Log-probs of chosen tokens from hidden states, without a float32 [tokens, vocab] tensor for more than one chunk.
+"""Log-probs of chosen tokens from hidden states, without ever holding the logits [tokens, vocabulary].
 
-Invariant: `chosen_logprobs` equals `reference_logprobs` (values and gradients) for every chunk size. Held by
-tests/unit/kernels/test_logprobs.py.
+Invariant: `chosen_logprobs` equals `reference_logprobs` (values and gradients) to rounding, for all sizes of tiles, whatever is
+kept between the passes, and on the GPU's path as well. Held by tests/unit/kernels/test_logprobs.py and
+tests/gpu/test_logprobs_gpu.py.
 
-The forward pass keeps the log-sum-exp of each token; the backward pass computes the logits of each chunk again.
+The passes are in kernels/logprob_passes.py (torch, any device) and kernels/triton_logprobs.py (a GPU). Docs: docs/learner.md.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-CHUNK_ELEMENTS = 2**24  # logits alive at once: 64 MiB in float32
+from anabranch.kernels.logprob_passes import Rows, backward, forward
+from anabranch.kernels.logprob_tiles import Logits, tile_shape
+from anabranch.schemas.errors import ModelMismatchError
+
+# Of exp(logits) what is kept from the forward to the backward pass, at most: with it the peak stays below 1/8 of three times
+# the logits, which log_softmax over logits takes, and for any number of tokens below 1 GiB.
+KEPT_SHARE, KEPT_BYTES = 0.33, 2**30
 
 
 def reference_logprobs(
@@ -34,76 +44,101 @@ def chosen_logprobs(
     targets: Tensor,
     *,
     temperature: float,
+    entropy: bool = True,
     chunk_tokens: int | None = None,
+    chunk_vocabulary: int | None = None,
+    kept_share: float = KEPT_SHARE,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at `targets`, and the entropy of each distribution.
 
-    Logits are computed in the dtype of `hidden`, as the model itself does, and widened to float32 (float64 stays).
+    Logits have the precision of `hidden`'s dtype, as the model's own have, and are widened to float32 (float64 stays).
 
     Args:
-        hidden: [N, H]; weight: [V, H]; bias: [V] or None; all of one floating dtype.
-        targets: int64 [N], in 0..V−1.
-        chunk_tokens: tokens whose logits exist at once; default: about `CHUNK_ELEMENTS` logits.
+        hidden: [N, H]; weight: [V, H]; bias: [V] or None; all of one floating dtype, on one device.
+        targets: int64 [N], in 0..V−1. On a GPU, which nobody waits for, one outside gives a log-prob of NaN.
+        temperature: > 0.
+        entropy: whether it is wanted; it takes one more tile of memory, and time.
+        chunk_tokens, chunk_vocabulary: the largest tile of logits; default: about 16 MiB. Without effect on the GPU's path.
+        kept_share: of exp(logits), kept for the backward pass; never more than `KEPT_BYTES`. The same.
 
     Returns:
         float32 (or float64) [N] log-probs, with gradient to `hidden`, `weight`, `bias`;
-        the same [N] entropies in nats, without gradient.
+        the same [N] entropies in nats, without gradient; [0] where they are not wanted.
+
+    Raises:
+        ModelMismatchError: a target is no row of `weight`.
     """
-    chunk = chunk_tokens or max(1, CHUNK_ELEMENTS // weight.shape[0])
-    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
+    if runs_triton(hidden.device, hidden.dtype):
+        from anabranch.kernels.triton_logprobs import TritonLogprobs
+
+        return TritonLogprobs.apply(hidden, weight, bias, targets, temperature, entropy)  # type: ignore[no-any-return,no-untyped-call]
+    _check(targets, weight)
+    tile = tile_shape(hidden.shape[0], weight.shape[0], chunk_tokens, chunk_vocabulary)
+    keep = kept_share if torch.is_grad_enabled() else 0.0
+    return _ChosenLogprobs.apply(hidden, weight, bias, targets, temperature, tile, entropy, keep)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether such tensors go through Triton: on a GPU where it is installed, and not in float64, which few GPUs are made for."""
+    return device.type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _check(targets: Tensor, weight: Tensor) -> None:
+    if not targets.numel():
+        return
+    lowest, highest = (int(t) for t in targets.aminmax())
+    if lowest < 0 or highest >= len(weight):
+        raise ModelMismatchError(
+            f"log-probs were asked for of token {lowest if lowest < 0 else highest}, and the output head has "
+            f"{len(weight)} rows: the tokens are another model's"
+        )
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        tile: tuple[int, int],
+        entropy: bool,
+        kept_share: float,
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        n = hidden.shape[0]
-        logprobs, entropy, lse = (torch.empty(n, dtype=wide, device=hidden.device) for _ in range(3))
-        for start in range(0, n, chunk):
-            part = slice(start, min(start + chunk, n))
-            logits = _wide(F.linear(hidden[part], weight, bias)) / temperature
-            lse[part] = torch.logsumexp(logits, dim=-1)
-            logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - lse[part]
-            log_p = logits - lse[part, None]
-            entropy[part] = -(log_p.exp() * log_p).sum(dim=-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        logits = Logits(hidden, weight, bias, temperature, tile)
+        size = logits.tokens * logits.vocabulary
+        most = min(int(kept_share * size), KEPT_BYTES // logits.hidden.element_size())
+        rows, kept = forward(
+            logits, targets, entropy=entropy, keep_elements=most if any(ctx.needs_input_grad) else 0
+        )  # fmt: skip
+        ctx.save_for_backward(hidden, weight, bias, targets, rows.top, rows.total)
+        ctx.temperature, ctx.tile, ctx.kept = temperature, tile, kept
+        entropies = rows.entropies()
+        ctx.mark_non_differentiable(entropies)
+        return rows.logprobs(), entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lse = ctx.saved_tensors
-        grad = grads[0]
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        # Sums over chunks run in the wide dtype, so that the chunk size does not show in a bf16 gradient.
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, min(start + ctx.chunk, hidden.shape[0]))
-            logits = _wide(F.linear(hidden[part], weight, bias)) / ctx.temperature
-            grad_logits = (logits - lse[part, None]).exp_().mul_(-grad[part, None])  # −g·p
-            grad_logits.scatter_add_(1, targets[part, None], grad[part, None])  # +g at the target
-            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[part]
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(dim=0, dtype=lse.dtype)
-        return (
-            grad_hidden,
-            grad_weight.to(weight.dtype) if grad_weight is not None else None,
-            grad_bias.to(bias.dtype) if grad_bias is not None else None,
-            None,
-            None,
-            None,
+        hidden, weight, bias, targets, top, total = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None  # a second pass through the same graph computes everything again
+        found = backward(
+            Logits(hidden, weight, bias, ctx.temperature, ctx.tile),
+            targets,
+            Rows(top, total, total, None),
+            kept,
+            grads[0],
+            ctx.needs_input_grad[:3],
         )
+        return found.hidden, found.weight, found.bias, None, None, None, None, None
