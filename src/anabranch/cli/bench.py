@@ -7,7 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from anabranch.cli import bench_delivery, bench_lag, bench_packing, bench_paths, bench_publish, bench_resume, bench_soak
+from anabranch.cli import (
+    bench_delivery,
+    bench_lag,
+    bench_logprobs,
+    bench_packing,
+    bench_paths,
+    bench_publish,
+    bench_resume,
+    bench_soak,
+)
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 
 
@@ -37,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
     bench_delivery.add_parser(kinds)
     bench_soak.add_parser(kinds)
     bench_packing.add_parser(kinds)
+    bench_logprobs.add_parser(kinds)
     bench_resume.add_parser(kinds)
     bench_lag.add_parser(kinds)
     everything = kinds.add_parser(
