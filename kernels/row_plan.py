@@ -193,7 +193,7 @@ def _dealt(units: Sequence[Unit], count: int, budget: int | None) -> list[Bin] |
         open_ = [k for k in range(count) if budget is None or not bins[k] or tokens[k] + unit.tokens <= budget]
         if not open_:
             return None
-        k = min(open_, key=lambda k: (costs[k], k))
+        k = min(open_, key=lambda k: (costs[k], len(bins[k]), k))  # what costs nothing is spread too
         bins[k].append(unit)
         costs[k] += unit.cost
         tokens[k] += unit.tokens

@@ -59,6 +59,11 @@ def test_a_rank_that_would_have_nothing_to_do_gets_half_a_group():
     assert plan_rows(rollouts([(10, [5] * 4)]), budget_tokens=1000, ranks=2, share=True) == [[[0, 2]], [[1, 3]]]
 
 
+def test_a_group_whose_rollouts_cost_nothing_is_halved_too():
+    plan = plan_rows([Lengths(3, 1, 0)] * 2, budget_tokens=8, ranks=2, costs=Costs(per_token=0.0), share=True)
+    assert sorted(rank[0] for rank in plan) == [[0], [1]]
+
+
 def test_too_few_rollouts_leave_a_rank_an_empty_pass():
     assert plan_rows(rollouts([(10, [5])]), budget_tokens=1000, ranks=2) == [[[0]], [[]]]
     assert plan_rows([], budget_tokens=1000, ranks=2) == [[[]], [[]]]
