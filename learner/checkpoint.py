@@ -24,12 +24,12 @@ import structlog
 
 from anabranch.learner.beating import beating, file_deadline_s
 from anabranch.learner.checkpoint_folder import (
-    MARKER,
     Marker,
     complete_checkpoints,
     files_in,
     places,
     read_marker,
+    remove,
     seal,
     step_of,
     verify,
@@ -102,7 +102,7 @@ class CheckpointStore:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         for leftover in self._directory.glob(".*.tmp"):
-            shutil.rmtree(leftover)
+            remove(leftover)
         place = self._free_place(engine.step)
         aside = self._directory / f".{place.name}.tmp"
         with self._beating(engine, "writing a checkpoint"):
@@ -116,10 +116,7 @@ class CheckpointStore:
         Raises OSError: it is not complete, and the earlier checkpoints are untouched.
         """
         marker = seal(unfinished.aside, unfinished.place, unfinished.marker, progress=progress)
-        try:
-            self._retire()
-        except OSError as error:  # this checkpoint is complete all the same
-            self._log.warning("old checkpoints cannot be removed", directory=str(self._directory), error=str(error))
+        self._retire()
         return marker
 
     def load_newest(self, engine: Checkpointed) -> dict[str, Any] | None:
@@ -175,15 +172,17 @@ class CheckpointStore:
         """A new name for this step: one that is there already (unmarked, or of an abandoned line) stays as it is until
         the new one is complete."""
         names = [f"step-{step:08d}", *(f"step-{step:08d}.{k}" for k in range(1, 1000))]
-        return next(self._directory / name for name in names if not (self._directory / name).exists())
+        return next(self._directory / name for name in names if not os.path.lexists(self._directory / name))
 
     def _retire(self) -> None:
         kept = kept_checkpoints(complete_checkpoints(self._directory), keep=self._keep, keep_every=self._keep_every)
         gone = [p for p in places(self._directory) if p not in kept]
         gone += [p for p in self._directory.glob(f"{UNIVERSAL}*") if sources_of(p) not in kept]
         for place in gone:
-            (place / MARKER).unlink(missing_ok=True)  # first, so that half a checkpoint is never a complete one
-            shutil.rmtree(place)
+            try:
+                remove(place)
+            except OSError as error:  # the new one is complete all the same, and the others can go
+                self._log.warning("an old checkpoint cannot be removed", place=str(place), error=str(error))
 
 
 def give_up_above(directory: Path, step: int) -> list[tuple[Path, Path]]:

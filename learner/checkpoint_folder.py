@@ -2,8 +2,8 @@
 
 Invariant: `seal` returns only when every file and the marker that lists them are on the disk; whatever moment a crash
 comes, the folder has a marker that tells the truth or none. `verify` refuses by name what changed since. Held by
-tests/unit/learner/test_checkpoint.py, tests/unit/learner/test_foreign_checkpoints.py and
-tests/process/test_checkpoint_kills.py.
+tests/unit/learner/test_checkpoint.py, tests/unit/learner/test_checkpoint_neighbours.py,
+tests/unit/learner/test_foreign_checkpoints.py and tests/process/test_checkpoint_kills.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -25,6 +26,7 @@ MARKER = "COMPLETE.json"
 FORMAT = "anabranch.checkpoint/1"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?\Z")
 _READ_BYTES = 2**22
+_MARKER_BYTES = 2**24  # of a marker of a hundred thousand files; more is none
 
 
 class Marker(BaseModel):
@@ -69,7 +71,8 @@ def read_marker(place: Path) -> Marker:
     """Raises CheckpointError if the marker of the checkpoint `place` cannot be read."""
     path = place / MARKER
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(_MARKER_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
@@ -97,7 +100,11 @@ def verify(place: Path, marker: Marker, *, hint: str = "", progress: Callable[[]
             raise CheckpointError(f"{path} is missing{hint}")
         if (found := path.stat().st_size) != size:
             raise CheckpointError(f"{path} is damaged: it has {found:,} bytes, not {size:,}{hint}")
-        if size_and_digest(path, progress=progress) != (size, digest):
+        try:
+            same = size_and_digest(path, progress=progress) == (size, digest)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}{hint}") from error
+        if not same:
             raise CheckpointError(f"{path} is damaged: its {size:,} bytes have another digest{hint}")
 
 
@@ -107,9 +114,18 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def places(directory: Path) -> list[Path]:
-    """Everything that has a checkpoint's name, oldest first."""
-    found = [(match, p) for p in directory.glob("step-*") if (match := _NAME.match(p.name))]
+    """Every folder that has a checkpoint's name, oldest first."""
+    found = [(match, p) for p in directory.glob("step-*") if (match := _NAME.match(p.name)) and p.is_dir()]
     return [p for _, p in sorted(found, key=lambda x: (int(x[0][1]), int(x[0][2] or 0)))]
+
+
+def remove(place: Path) -> None:
+    """Remove a folder, complete or not. Of a link only the link goes: what it leads to is somebody else's."""
+    if place.is_symlink() or not place.is_dir():
+        place.unlink(missing_ok=True)
+        return
+    (place / MARKER).unlink(missing_ok=True)  # first, so that half a checkpoint is never a complete one
+    shutil.rmtree(place)
 
 
 def step_of(place: Path) -> int:
@@ -137,6 +153,6 @@ def size_and_digest(path: Path, *, progress: Callable[[], object] = lambda: None
 def _format(content: bytes) -> str | None:
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return str(found["format"]) if isinstance(found, dict) and "format" in found else None

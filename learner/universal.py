@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.learner.beating import file_deadline_s
-from anabranch.learner.checkpoint_folder import MARKER, Marker, read_marker, seal, size_and_digest, verify
+from anabranch.learner.checkpoint_folder import MARKER, Marker, read_marker, remove, seal, size_and_digest, verify
 from anabranch.learner.deepspeed_files import deepspeed_classes
 from anabranch.learner.retention import UNIVERSAL
 from anabranch.schemas.errors import CheckpointError, DeadlineError, TemporaryError
@@ -50,12 +50,11 @@ def make_universal(place: Path, *, heartbeat: Callable[[], object] = lambda: Non
     if is_universal(place):
         verify(universal, read_marker(universal), hint="; remove that folder", progress=heartbeat)
         return universal
-    (universal / MARKER).unlink(missing_ok=True)  # first, so that half of it is never a complete one
     aside = place.with_name(f".{universal.name}.tmp")
-    for leftover in (universal, aside):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside.mkdir()
     try:
+        for leftover in (universal, aside):
+            remove(leftover)
+        aside.mkdir()
         _convert(place / DEEPSPEED_FOLDER, aside / DEEPSPEED_FOLDER, marker, heartbeat)
         (aside / "latest_universal").unlink()
         (aside / SOURCE_FILE).write_text(json.dumps(_source(place)))
@@ -74,7 +73,7 @@ def is_universal(place: Path) -> bool:
     universal = universal_folder(place)
     try:
         return (universal / MARKER).is_file() and json.loads((universal / SOURCE_FILE).read_bytes()) == _source(place)
-    except (FileNotFoundError, ValueError):  # rank 0 removes one of another checkpoint
+    except (FileNotFoundError, ValueError, RecursionError):  # rank 0 removes one of another checkpoint
         return False
 
 

@@ -34,7 +34,7 @@ def read_json(path: Path, *, refuse: type[AnabranchError]) -> Any:
     """The JSON in `path`. Raises `refuse` if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise refuse(f"{path} is not readable JSON: {error}") from error
 
 
