@@ -3,7 +3,8 @@
 Invariant: rank 0 decides, the others follow. Every collective method first broadcasts what is about to happen (one
 opcode and its bytes), so all ranks enter it together and a loop that knows nothing of ranks can drive any number of
 them. `follow` returns only when rank 0 says stop; a rank 0 that dies ends the others through the process group's
-time-out and the parent-death signal. Held by tests/e2e/test_learner_engine.py.
+time-out and the parent-death signal. Of a batch a rank above 0 is sent its own share alone. Held by
+tests/e2e/test_learner_engine.py and tests/e2e/test_rank_splits.py.
 """
 
 from __future__ import annotations

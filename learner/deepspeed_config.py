@@ -58,6 +58,7 @@ def deepspeed_json(config: LearnerSection) -> dict[str, Any]:
             },
         },
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # offloaded states are torch's to step too, for the same reason
         "steps_per_print": None,
     }
     return _merge(generated, config.deepspeed)

@@ -30,7 +30,7 @@ def init_ranks(rank: int, world_size: int, *, device: str, deadline_s: float) ->
     loopback; ranks started by the deepspeed or torchrun launcher meet at MASTER_ADDR:MASTER_PORT.
 
     Raises:
-        ConfigError: this process is in a process group of another size.
+        ConfigError: this process is in a process group of another size, or nobody says where the ranks meet.
     """
     os.environ.setdefault("LOCAL_RANK", str(rank))  # DeepSpeed reads it
     if dist.is_initialized():
@@ -47,6 +47,11 @@ def init_ranks(rank: int, world_size: int, *, device: str, deadline_s: float) ->
         store = dist.FileStore(os.environ[RENDEZVOUS_FILE], world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
+        if lacking := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+            raise ConfigError(
+                f"rank {rank} of {world_size} does not know where the ranks meet: {' and '.join(lacking)} not set. Start the "
+                "ranks with the deepspeed or torchrun launcher, or unset RANK and WORLD_SIZE to have them started here"
+            )
         dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -81,5 +81,5 @@ class LearnerSection(Section):
     @model_validator(mode="after")
     def _what_the_learner_can_do(self) -> Self:
         learner_rules.check_dtypes(dtype=self.dtype, compute=self.resolved_compute_dtype, zero_stage=self.zero_stage)
-        learner_rules.check_deepspeed(self.deepspeed)
+        learner_rules.check_deepspeed(self.deepspeed, zero_stage=self.zero_stage)
         return self

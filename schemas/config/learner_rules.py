@@ -22,6 +22,14 @@ OWNED = {
     "data_types": "gradients are accumulated in float32",
     "zero_optimization.stage": "set learner.zero_stage",
     "optimizer.params.lr": "set learner.lr",
+    "bfloat16": "set learner.dtype",
+    "torch_autocast": "set learner.compute_dtype",
+    "activation_checkpointing": "set learner.gradient_checkpointing",
+    "elasticity": "set learner.world_size",
+    "sequence_parallel_size": "ranks share a batch's rollouts, not their tokens",
+    "tensor_parallel": "ranks share a batch's rollouts, not a model's layers",
+    "zero_optimization.zenflow": "an update has to be whole before the next version is published",
+    "zero_optimization.offload_optimizer.super_offload": "an update has to be whole before the next version is published",
 }
 
 
@@ -43,11 +51,36 @@ def check_dtypes(*, dtype: str, compute: str, zero_stage: int) -> None:
         raise ValueError("learner.compute_dtype = float32 with dtype bfloat16 works at zero_stage 0, 1 and 2, not 3")
 
 
-def check_deepspeed(deepspeed: Mapping[str, Any]) -> None:
-    """Raises ValueError if `deepspeed` holds a key of `OWNED`."""
+def check_deepspeed(deepspeed: Mapping[str, Any], *, zero_stage: int) -> None:
+    """Raises ValueError if `deepspeed` holds a key of `OWNED`, or offloads what cannot be offloaded."""
     for dotted, instead in OWNED.items():
         if _has(deepspeed, dotted.split(".")):
             raise ValueError(f"learner.deepspeed.{dotted} is not yours to set: {instead}")
+    if (device := offloaded(deepspeed, "optimizer")) != "none" and zero_stage == 0:
+        raise ValueError(
+            f"learner.deepspeed.zero_optimization.offload_optimizer.device = {device} needs learner.zero_stage 1, 2 or 3; at 0 "
+            "DeepSpeed passes over it without a word"
+        )
+    device = offloaded(deepspeed, "param")
+    if device != "none" and zero_stage != 3:
+        raise ValueError(
+            f"learner.deepspeed.zero_optimization.offload_param.device = {device} needs learner.zero_stage = 3"
+        )
+    if device not in ("none", "cpu"):
+        raise ValueError(
+            f"learner.deepspeed.zero_optimization.offload_param.device = {device} is not supported: every version is "
+            "published from the weights where they are; use cpu"
+        )
+
+
+def offloaded(deepspeed: Mapping[str, Any], what: str) -> str:
+    """Where `what` ("optimizer" or "param") is kept by `learner.deepspeed`: "none", "cpu", "nvme" or what the user wrote."""
+    at: Any = deepspeed
+    for key in ("zero_optimization", f"offload_{what}", "device"):
+        if not isinstance(at, Mapping) or key not in at:
+            return "none"
+        at = at[key]
+    return str(at)
 
 
 def _has(tree: Mapping[str, Any], path: list[str]) -> bool:

@@ -34,3 +34,42 @@ def test_a_setting_that_is_the_learners_own_is_refused_by_name(dotted: str) -> N
 def test_other_deepspeed_settings_are_the_users() -> None:
     settings: dict[str, Any] = {"zero_optimization": {"overlap_comm": True}}
     assert LearnerSection(deepspeed=settings).deepspeed == settings
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "message"),
+    [
+        (
+            0,
+            {"offload_optimizer": {"device": "cpu"}},
+            r"offload_optimizer\.device = cpu needs learner\.zero_stage 1, 2 or 3",
+        ),
+        (2, {"offload_param": {"device": "cpu"}}, r"offload_param\.device = cpu needs learner\.zero_stage = 3"),
+        (3, {"offload_param": {"device": "nvme"}}, r"offload_param\.device = nvme is not supported: every version"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused_at_the_start(stage: int, offload: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(_toml(stage, offload))
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        (0, {"offload_optimizer": {"device": "none"}}),
+        (1, {"offload_optimizer": {"device": "cpu"}}),
+        (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    ],
+)
+def test_what_can_be_offloaded_is_let_through(stage: int, offload: dict[str, Any]) -> None:
+    assert load_config(_toml(stage, offload)).learner.deepspeed == {"zero_optimization": offload}
+
+
+def _toml(stage: int, offload: dict[str, Any]) -> str:
+    lines = ["[learner]", f"zero_stage = {stage}"]
+    for name, keys in offload.items():
+        lines += [
+            f"[learner.deepspeed.zero_optimization.{name}]",
+            *(f'{key} = "{value}"' for key, value in keys.items()),
+        ]
+    return "\n".join(lines)
