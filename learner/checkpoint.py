@@ -12,6 +12,7 @@ tests/unit/learner/test_foreign_checkpoints.py and tests/process/test_checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -115,7 +116,13 @@ class CheckpointStore:
 
         Raises OSError: it is not complete, and the earlier checkpoints are untouched.
         """
-        marker = seal(unfinished.aside, unfinished.place, unfinished.marker, progress=progress)
+        try:
+            marker = seal(unfinished.aside, unfinished.place, unfinished.marker, progress=progress)
+        except OSError:
+            with contextlib.suppress(OSError):  # what is full has the room again that the next attempt needs
+                remove(unfinished.aside)
+                remove(unfinished.place)
+            raise
         self._retire()
         return marker
 

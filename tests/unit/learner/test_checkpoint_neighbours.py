@@ -111,3 +111,18 @@ def test_a_source_of_huge_json_makes_a_conversion_count_for_nothing(tmp_path: Pa
     (made / MARKER).touch()
     (made / universal.SOURCE_FILE).write_bytes(b"[" * 200_000)
     assert not universal.is_universal(place)
+
+
+def test_a_disk_that_is_full_when_it_should_be_marked_has_its_room_again(tmp_path: Path, monkeypatch):
+    """An unmarked folder, which nobody sees, would be in the way of the next attempt."""
+    first = store(tmp_path).save(Counter(1), {"n": 1})
+
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "write_atomically", full)
+        with pytest.raises(OSError, match="No space left"):
+            store(tmp_path).save(Counter(2), {})
+    assert list(first.parent.iterdir()) == [first]
+    assert store(tmp_path).load_newest(Counter()) == {"n": 1}
