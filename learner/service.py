@@ -8,6 +8,7 @@ Held by tests/unit/learner/test_service.py and tests/e2e/test_two_ranks.py.
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from anabranch.learner.distribute import leave_ranks, rank_from_environment
 from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.feed import Feed
 from anabranch.learner.launch import launch_ranks
+from anabranch.learner.launchers import launchers, other_ranks, stop_by_launcher, watch_launchers
 from anabranch.learner.ledger_watch import LedgerWatch
 from anabranch.learner.loop import LearnerLoop
 from anabranch.learner.no_progress import NoProgress
@@ -29,6 +31,7 @@ from anabranch.learner.publish_order import EpochOpening
 from anabranch.learner.run_memory import RunMemory
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import RunConfig, dump_toml
+from anabranch.schemas.errors import EXIT_TEMPORARY
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.transport.files import write_atomically
 from anabranch.transport.log import setup_logging
@@ -37,6 +40,7 @@ from anabranch.transport.runtime import StopSignal, run_service, sd_notify
 from anabranch.transport.wiring import connect_hub, connect_regions
 
 RESOLVED_FILE = "resolved.toml"
+LAUNCHER_GRACE_S = 120.0
 
 
 def learn(config: RunConfig) -> int:
@@ -46,7 +50,12 @@ def learn(config: RunConfig) -> int:
         return launch_ranks(config.learner.world_size)
     rank, world_size = placed or (0, 1)
     setup_logging("learner" if rank == 0 else f"learner-{rank}")
-    stop = StopSignal().install()
+    stop = StopSignal()
+    if launchers():
+        stop_by_launcher(stop)
+        watch_launchers(lambda: _launcher_gone(rank, stop))
+    else:
+        stop.install()
 
     heartbeat = Heartbeat()
 
@@ -60,6 +69,10 @@ def learn(config: RunConfig) -> int:
         )
 
     def main() -> int:
+        with other_ranks(rank, world_size):
+            return train()
+
+    def train() -> int:
         engine = LearnerEngine(
             config.model.path,
             config.learner,
@@ -86,6 +99,14 @@ def learn(config: RunConfig) -> int:
     if world_size > 1:
         leave_ranks(code)
     return code
+
+
+def _launcher_gone(rank: int, stop: StopSignal) -> None:
+    stop.set("the launcher is gone")
+    if rank:
+        # Rank 0 lets this one go as soon as it has made its checkpoint, unless it is on another node and knows nothing.
+        time.sleep(LAUNCHER_GRACE_S)
+        os._exit(EXIT_TEMPORARY)
 
 
 def write_resolved(directory: Path, config: RunConfig) -> None:

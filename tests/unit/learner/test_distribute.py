@@ -50,3 +50,13 @@ def test_a_process_group_that_is_there_already_still_gets_what_deepspeed_reads(m
     monkeypatch.delenv("LOCAL_RANK")
     init_ranks(0, 1, device="cpu", deadline_s=10)
     assert os.environ["LOCAL_RANK"] == "0"
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_ranks_that_nobody_told_where_to_meet_are_refused(monkeypatch: pytest.MonkeyPatch, missing: str):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    for name in {"MASTER_ADDR", "MASTER_PORT"} - {missing}:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv(missing, raising=False)
+    with pytest.raises(ConfigError, match=f"rank 1 of 2 does not know where the ranks meet: {missing} not set"):
+        init_ranks(1, 2, device="cpu", deadline_s=10)
