@@ -2,7 +2,7 @@
 
 Invariant: bf16 weights always have float32 masters and float32 gradient accumulation and reduction, at every ZeRO
 stage. What cannot work was refused when the section was built (schemas/config/learner_rules.py).
-Held by tests/unit/learner/test_deepspeed_config.py.
+Held by tests/unit/learner/test_deepspeed_config.py and tests/unit/learner/test_offload.py.
 
 How stage and dtype combine:
 - float32: DeepSpeed as it is, stages 0–3.
@@ -14,10 +14,14 @@ How stage and dtype combine:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pydantic
+
 from anabranch.schemas.config import LearnerSection
+from anabranch.schemas.errors import ConfigError
 
 
 def compute_dtype(config: LearnerSection) -> str:
@@ -62,6 +66,20 @@ def deepspeed_json(config: LearnerSection) -> dict[str, Any]:
         "steps_per_print": None,
     }
     return _merge(generated, config.deepspeed)
+
+
+@contextlib.contextmanager
+def what_deepspeed_refuses() -> Iterator[None]:
+    """Around `deepspeed.initialize`.
+
+    Raises:
+        ConfigError: DeepSpeed does not know a setting, or does not take its value.
+    """
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ConfigError(f"DeepSpeed refuses a setting of learner.deepspeed ({error.title}): {said}") from error
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

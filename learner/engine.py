@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 
 from anabranch.learner import deepspeed_shim
 from anabranch.learner.batch import TrainBatch
-from anabranch.learner.deepspeed_config import compute_dtype, deepspeed_json, uses_master_weights
+from anabranch.learner.deepspeed_config import (
+    compute_dtype,
+    deepspeed_json,
+    uses_master_weights,
+    what_deepspeed_refuses,
+)
 from anabranch.learner.deepspeed_files import guard_files
 from anabranch.learner.distribute import init_ranks
 from anabranch.learner.engine_files import Identity, load_engine, save_engine
@@ -117,7 +122,7 @@ class LearnerEngine:
             module = MasterWeights(policy, stored, computed)
         for parameter in policy.head_logprobs.external_parameters():
             deepspeed.zero.register_external_parameter(policy.head_logprobs, parameter)
-        with quiet():
+        with quiet(), what_deepspeed_refuses():
             self._engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=list(module.parameters()), config=settings
             )

@@ -50,6 +50,13 @@ RUNS = {
     for objective, table in TABLE.items()
     for stage, (layout, budget) in enumerate(table)
 }
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+for stage, offload in ((1, OFFLOADED), (2, OFFLOADED), (3, OFFLOADED | {"offload_param": {"device": "cpu"}})):
+    RUNS[f"dppo_tv {stage} offloaded"] = {
+        "learner": COMMON
+        | {"zero_stage": stage, "micro_batch_tokens": 40, "deepspeed": {"zero_optimization": offload}},
+        "correction": OBJECTIVES["dppo_tv"]["correction"],
+    }
 STEPS = 3
 # Two ranks on half of the table: the other half would tell nothing new (test_learner_engine.py has two ranks as well).
 HERE = {3: list(RUNS), 2: [name for name in RUNS if name.startswith(("m2po", "decoupled"))]}
