@@ -130,7 +130,7 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 def command_lines(text: str) -> Iterator[list[str]]:
     """The arguments of every `anabranch ...` that `text` shows, in code or in an inline span."""
     for line in code_lines(text) + SPAN.findall(FENCE.sub("", text)):
-        match = re.match(r"(?:\$ )?(?:\S+=\S+ )*(?:anabranch|.*-m anabranch\.cli\.main)\s+(.*)", line)
+        match = re.match(r"(?:\$ )?(?:\S+=\S+ )*(?:anabranch|.*-(?:m|-module) anabranch\.cli\.main)\s+(.*)", line)
         if match is None or re.search(r"[|]\w|…|\bCOMMAND\b", match[1]):
             continue
         command = re.split(r"\s[|>&]|\s{3,}|\s#|;", match[1])[0]

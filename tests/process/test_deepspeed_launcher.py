@@ -5,7 +5,6 @@ What they train is what one rank trains; exit codes come through; and no rank ou
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -141,9 +140,10 @@ def test_two_ranks_by_a_hostfile_train_what_one_trains(tmp_path: Path, job, alon
 
 
 def test_two_nodes_train_what_one_rank_trains(tmp_path: Path, job, alone):
-    """By what the deepspeed program starts on each node, one rank each, over a link with 2 ms of round trip."""
-    world = base64.urlsafe_b64encode(json.dumps({"node-a": [0], "node-b": [0]}).encode()).decode()
+    """The deepspeed program on each node, one rank each, over a link with 2 ms of round trip."""
     program = written(tmp_path, job)
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("node-a slots=1\nnode-b slots=1\n")
     with slow_link(rtt_ms=2.0, rate_mbit=1000.0, seconds=300.0) as link, (tmp_path / "log").open("wb") as log:
         processes = []
         for number, side in enumerate(("a", "b")):
@@ -152,8 +152,8 @@ def test_two_nodes_train_what_one_rank_trains(tmp_path: Path, job, alone):
                 capture_output=True, check=True,
             )  # fmt: skip
             name = json.loads(device.stdout)[0]["dev"]
-            argv = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--node_rank={number}"]
-            argv += ["--master_addr=10.77.0.1", "--master_port=29501", "--no_local_rank", str(RANK), str(program)]
+            argv = [*DEEPSPEED, "--hostfile", str(hosts), "--no_ssh", "--node_rank", str(number)]
+            argv += ["--master_addr", "10.77.0.1", "--no_local_rank", str(RANK), str(program)]
             environment = os.environ | QUIET | {"GLOO_SOCKET_IFNAME": name}
             processes.append(link.run(side, argv, env=environment, stdout=log, stderr=log))
         codes = [ended(process, 240.0) for process in processes]
@@ -191,7 +191,7 @@ def test_a_wrong_number_of_slots_is_a_configuration_error(tmp_path: Path):
     assert "learner.world_size = 2, but 1 ranks were started" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to the program", "Ctrl-C"])
+@pytest.mark.parametrize("how", ["SIGTERM to the program", "Ctrl-C", "SIGKILL to rank 1"])
 def test_no_rank_outlives_the_program(tmp_path: Path, how: str):
     with launched(tmp_path) as (run, process):
         hub = connect_hub(run.config)
@@ -203,14 +203,20 @@ def test_no_rank_outlives_the_program(tmp_path: Path, how: str):
         hub.close()
         everybody = running(str(run.config_file))
         assert len(everybody) == 4, "the program, its launcher, two ranks"
-        if how == "Ctrl-C":  # a terminal sends it to all of the group
+        if "rank 1" in how:
+            (rank,) = [pid for pid in everybody if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+            os.kill(rank, signal.SIGKILL)
+        elif how == "Ctrl-C":  # a terminal sends it to all of the group
             for pid in everybody:
                 os.kill(pid, signal.SIGINT)
         else:
             process.send_signal(signal.SIGTERM)
-        ended(process)
+        code = ended(process)
         end = time.monotonic() + 120
         while running(str(run.config_file)):
             assert time.monotonic() < end, "a rank outlived the program"
             time.sleep(0.2)
-        assert "learner ends" in (tmp_path / "log").read_text(), "rank 0 stopped in order"
+        if "rank 1" in how:
+            assert code == 256 - signal.SIGKILL, "the code of the one that went first"
+        else:
+            assert "learner ends" in (tmp_path / "log").read_text(), "rank 0 stopped in order"
