@@ -21,7 +21,7 @@ from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import ConfigError
 from anabranch.transport.files import write_atomically
 
-BEGIN, END = "<!-- measured: by `anabranch bench lag --report` -->", "<!-- /measured -->"
+BEGIN, END = "<!-- measured: by `anabranch bench lag` -->", "<!-- /measured -->"
 PAGE, FIGURES = "README.md", "lag.json"
 TARGET_LAG = 8
 
