@@ -39,7 +39,7 @@ CORRECTION = CorrectionSection(
     veto_low=0.0,
     veto_high=1e9,
 )
-_OPEN = GateSection(mismatch_action="off", ess_action="off", ratio_mean_action="off")
+_OPEN = GateSection(mismatch_action="off", ess_action="off", ess_sequence_action="off", ratio_mean_action="off")
 
 
 @dataclass(frozen=True)

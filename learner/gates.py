@@ -14,6 +14,8 @@ from typing import Literal
 from anabranch.kernels.diagnostics import Diagnostics
 from anabranch.schemas.config import GateSection
 
+NOT_FINITE = "not finite"
+
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
@@ -32,21 +34,27 @@ def judge(diagnostics: Diagnostics, gates: GateSection) -> list[Alarm]:
     """The gates that `diagnostics` (before truncation) do not pass. A figure that is no number passes none."""
     alarms: list[Alarm] = []
 
-    def check(gate: str, value: float, *, low: float, high: float, action: str, key: str) -> None:
-        if action == "off" or low <= value <= high:
+    def check(name: str, value: float | None, action: str, *, low: str = "", high: str = "") -> None:
+        """`low`, `high`: the keys that bound it."""
+        if action == "off" or value is None:
             return
-        bound = f"below gates.{key}{'_low' if high < math.inf else ''} = {low}" if value < low else ""
-        bound = bound or f"above gates.{key}{'_high' if low > 0 else ''} = {high}"
-        alarms.append(Alarm(gate, value, bound, action))  # type: ignore[arg-type]
+        bound = ""
+        if not math.isfinite(value):
+            bound = NOT_FINITE
+        elif low and value < getattr(gates, low):
+            bound = f"below gates.{low} = {getattr(gates, low)}"
+        elif high and value > getattr(gates, high):
+            bound = f"above gates.{high} = {getattr(gates, high)}"
+        if bound:
+            alarms.append(Alarm(name, value, bound, action))  # type: ignore[arg-type]
 
     fresh, total = diagnostics.same_version, diagnostics.total
     if fresh is not None:
-        check("kl_k3_same_version", fresh.kl_k3, low=-math.inf, high=gates.mismatch_k3, action=gates.mismatch_action,
-              key="mismatch_k3")  # fmt: skip
+        check("kl_k3_same_version", fresh.kl_k3, gates.mismatch_action, high="mismatch_k3")
     if total is not None:
-        check("ess_token", total.ess_token, low=gates.ess, high=math.inf, action=gates.ess_action, key="ess")
-        check("ratio_mean", total.ratio_mean, low=gates.ratio_mean_low, high=gates.ratio_mean_high,
-              action=gates.ratio_mean_action, key="ratio_mean")  # fmt: skip
+        check("ess_token", total.ess_token, gates.ess_action, low="ess")
+        check("ess_sequence", total.ess_sequence, gates.ess_sequence_action, low="ess_sequence")
+        check("ratio_mean", total.ratio_mean, gates.ratio_mean_action, low="ratio_mean_low", high="ratio_mean_high")
     return alarms
 
 
@@ -54,7 +62,7 @@ def non_finite(name: str, value: float, gates: GateSection) -> list[Alarm]:
     """An alarm if `value` is no finite number."""
     if math.isfinite(value):
         return []
-    return [Alarm(name, value, "not finite", gates.non_finite_action)]
+    return [Alarm(name, value, NOT_FINITE, gates.non_finite_action)]
 
 
 def strongest(alarms: Iterable[Alarm]) -> Literal["pass", "warn", "skip", "stop"]:

@@ -69,11 +69,14 @@ class Updater:
         ahead = iter(
             self._look_ahead([micro for update in share.updates for micro in update.microbatches], len(share.updates))
         )
-        for number, update in enumerate(share.updates):
-            yield self._update(update, [next(ahead) for _ in update.microbatches], step=step, judged=number == 0)
+        moved = False
+        for update in share.updates:
+            output = self._update(update, [next(ahead) for _ in update.microbatches], step=step, judged=not moved)
+            moved = moved or output.applied
+            yield output
 
     def _update(self, update: UpdateShare, ahead: Sequence[_Ahead], *, step: int, judged: bool) -> UpdateOutput:
-        """`judged`: whether drift has to pass the gates; after the first update it is the step's own doing."""
+        """`judged`: whether drift has to pass the gates; once the step has moved the weights it is the step's own doing."""
         sums = DiagnosticSums(self._device)
         for micro, known in zip(update.microbatches, ahead, strict=True):
             self._heartbeat()

@@ -124,9 +124,21 @@ class GateSection(Section):
     mismatch_action: GateAction = "warn"
     ess: float = Field(0.3, ge=0, le=1, description="smallest effective sample size of the token ratios")
     ess_action: GateAction = "warn"
+    ess_sequence: float = Field(
+        0.3, ge=0, le=1, description="smallest effective sample size of the trajectories' ratios"
+    )
+    ess_sequence_action: GateAction = "warn"
     ratio_mean_low: float = Field(0.5, ge=0, description="smallest mean ratio")
     ratio_mean_high: float = Field(2.0, gt=1, description="largest mean ratio")
     ratio_mean_action: GateAction = "warn"
     non_finite_action: Literal["skip", "stop"] = Field(
         "stop", description="a loss or gradient that is no finite number"
     )
+
+    @model_validator(mode="after")
+    def _bounds_are_bounds(self) -> Self:
+        if not self.ratio_mean_low < self.ratio_mean_high:
+            raise ValueError(
+                f"gates.ratio_mean_low = {self.ratio_mean_low} must lie below gates.ratio_mean_high = {self.ratio_mean_high}"
+            )
+        return self

@@ -85,7 +85,7 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen3_moe(tmp_path_factory.mktemp("models") / "moe")
 
 
-OPEN = GateSection(mismatch_action="off", ess_action="off", ratio_mean_action="off")
+OPEN = GateSection(mismatch_action="off", ess_action="off", ess_sequence_action="off", ratio_mean_action="off")
 
 
 @pytest.fixture

@@ -1,15 +1,21 @@
 """Updates, gates and looking ahead, with a real engine."""
 
+import math
+
 import numpy as np
 import pytest
 
+from anabranch.learner import update
 from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.micro_batch import MicroBatch
+from anabranch.learner.step import microbatch_loss
 from anabranch.schemas.config import CorrectionSection, GateSection
 from anabranch.schemas.errors import GateError
 from tests.unit.learner.conftest import make_batch
 
-SKIP = GateSection(ess=1.0, ess_action="skip", mismatch_action="off", ratio_mean_action="off")
+SKIP = GateSection(
+    ess=1.0, ess_action="skip", ess_sequence_action="off", mismatch_action="off", ratio_mean_action="off"
+)
 NO_VETO = {"veto_low": 0.0, "veto_high": 1e9}
 
 
@@ -62,6 +68,63 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(engine, stage, acti
     assert same(made.state_bits(), before)
     assert made.train_step(make_batch([4, 5])).skipped_groups == ()
     assert not same(made.state_bits(), before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(engine, stage, monkeypatch):
+    """The loss is finite: only the norm, after the backward pass, can tell."""
+    made = engine(zero_stage=stage, gates=GateSection(non_finite_action="skip"))
+
+    def steep(micro, logprobs, *args, **kwargs):
+        return microbatch_loss(micro, logprobs, *args, **kwargs) + (0.0 * logprobs.sum()).sqrt()
+
+    before = made.state_bits()
+    with monkeypatch.context() as patched:
+        patched.setattr(update, "microbatch_loss", steep)
+        output = made.train_step(make_batch())
+    assert math.isfinite(output.loss)
+    assert "grad_norm" in [alarm.gate for alarm in output.alarms]
+    assert output.skipped_groups == (0, 1, 2, 3)
+    assert same(made.state_bits(), before)
+    assert made.train_step(make_batch([4, 5])).skipped_groups == ()
+    assert not same(made.state_bits(), before)
+
+
+def test_drift_is_judged_until_an_update_of_the_step_went_through(engine):
+    """What the second update sees is not the step's own doing if the first one changed nothing."""
+    made = engine(gates=SKIP, updates_per_step=2)
+    before = made.state_bits()
+    assert made.train_step(make_batch(range(4))).skipped_groups == (0, 1, 2, 3)
+    assert same(made.state_bits(), before)
+
+
+def test_drift_is_not_judged_after_an_update_that_went_through(engine, monkeypatch):
+    judged = []
+    monkeypatch.setattr(update, "judge", lambda *_: judged.append(1) or [])
+    engine(gates=SKIP, updates_per_step=3).train_step(make_batch(range(4)))
+    assert len(judged) == 1
+
+
+def test_more_updates_than_groups_are_as_many_as_groups(engine):
+    made, same_as = engine(updates_per_step=9), engine(updates_per_step=2)
+    made.train_step(make_batch([0, 1]))
+    same_as.train_step(make_batch([0, 1]))
+    assert same(made.state_bits(), same_as.state_bits())
+
+
+@pytest.mark.parametrize("objective", ["dppo_tv", "m2po"])
+def test_a_batch_without_gradient_passes_every_gate(engine, objective):
+    strict = GateSection(ess=1.0, ess_action="stop", ess_sequence=1.0, ess_sequence_action="stop")
+    made = engine(gates=strict, correction=CorrectionSection(objective=objective))
+    output = made.train_step(make_batch(reward=lambda _: 1.0))
+    assert (output.loss, output.grad_norm, output.diagnostics.total) == (0.0, 0.0, None)
+    assert (output.zero_variance_groups, output.skipped_groups, output.alarms) == ((0, 1, 2, 3), (), ())
+
+
+def test_m2po_that_selects_nothing_has_no_gradient(engine):
+    made = engine(correction=CorrectionSection(objective="m2po", tau=1e-30, **NO_VETO))
+    output = made.train_step(make_batch())
+    assert (output.loss, output.grad_norm, output.diagnostics.total.masked_fraction) == (0.0, 0.0, 1.0)
 
 
 def test_a_gate_that_says_stop_names_figure_and_bound(engine):

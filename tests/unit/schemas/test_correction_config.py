@@ -48,3 +48,11 @@ def test_a_trust_region_that_is_not_there_cannot_narrow(objective):
 )
 def test_any_trust_region_can_narrow(objective):
     assert CorrectionSection(objective=objective, narrow_with_age=True).narrow_with_age
+
+
+@pytest.mark.parametrize("low", [2.0, 3.0])
+def test_bounds_of_a_gate_the_wrong_way_round_are_refused(low):
+    with pytest.raises(
+        ConfigError, match=rf"gates\.ratio_mean_low = {low} must lie below gates\.ratio_mean_high = 2\.0"
+    ):
+        load_config(f"[gates]\nratio_mean_low = {low}\n")
