@@ -120,14 +120,19 @@ def _bytes(history: History, figure: Figure) -> None:
 def _ess(history: History, figure: Figure) -> None:
     axes, lower = _panels(figure, history, "share", "ratio")
     axes.plot(*_series(history, lambda s: s.ess_token), color=BLUE, label="effective sample size of the token ratios")
+    axes.plot(*_series(history, _ess_sequence), color=SKY, linewidth=1, label="of the trajectories'")
     axes.plot(*_series(history, lambda s: s.masked_fraction), color=PINK, label="tokens masked")
-    axes.axhline(0.3, color=RED, linestyle=":", label="0.3, where gates.ess warns")
+    axes.axhline(0.3, color=RED, linestyle=":", label="0.3, default of their gates")
     axes.set_ylim(0, 1.05)
     lower.plot(*_series(history, lambda s: max(s.ratio_max, 1e-6)), color=ORANGE, linewidth=1, label="largest ratio")
     lower.plot(*_series(history, lambda s: max(s.ratio_mean, 1e-6)), color=BLUE, label="mean ratio")
     lower.set_yscale("log")
     _legend(axes)
     _legend(lower)
+
+
+def _ess_sequence(step: StepRecord) -> float:
+    return float("nan") if step.ess_sequence is None else step.ess_sequence
 
 
 def _drift(history: History, figure: Figure) -> None:
@@ -137,14 +142,16 @@ def _drift(history: History, figure: Figure) -> None:
     for start, shade, until in zip(starts, shades, [*starts[1:], None], strict=False):
         ages = f"{start}" if until == start + 1 else f"{start} or more" if until is None else f"{start} to {until - 1}"
         values = [_over(step, lambda c: c.kl_k3, lambda c, a=start: c.age_from == a) for step in history.steps.values()]
-        axes.plot(list(history.steps), np.maximum(values, 1e-9), color=shade, linewidth=1, label=f"age {ages}")
+        # Dots, because an age that one step alone has is no line.
+        axes.plot(list(history.steps), np.maximum(values, 1e-9), ".-", color=shade, linewidth=1, label=f"age {ages}")
     axes.set_yscale("log")
-    for sign, color in (("positive", GREEN), ("negative", RED)):
+    for sign, color, line in (("positive", GREEN, "-"), ("negative", RED, "--")):
         values = [
             _over(step, lambda c: c.masked_fraction, lambda c, s=sign: c.advantage == s)
             for step in history.steps.values()
         ]
-        lower.plot(list(history.steps), values, color=color, linewidth=1, label=f"{sign} advantage")
+        lower.plot(list(history.steps), values, line, color=color, linewidth=1, label=f"{sign} advantage")
+    lower.set_ylim(bottom=0)
     if starts:
         _legend(axes)
     _legend(lower)

@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.deploy.history import History, read_history
 from anabranch.deploy.plots import smooth, write_plots
-from anabranch.schemas.metrics import StepRecord
+from anabranch.schemas.metrics import DriftRecord, StepRecord
 
 NAMES = ["age.png", "bytes.png", "drift.png", "ess.png", "reward.png", "time.png"]
 
@@ -51,6 +51,25 @@ def test_odd_histories_plot_too(
     history.add(step_record(1, **changes))
     write_plots(history, tmp_path, title="odd")
     assert sorted(pictures(tmp_path)) == NAMES
+
+
+def test_the_drift_of_an_age_that_one_step_alone_has_can_be_seen(
+    tmp_path: Path, step_record: Callable[..., StepRecord]
+) -> None:
+    figures = dict.fromkeys(
+        ["ratio_mean", "ratio_max", "ratio_p99", "log_ratio_abs_mean", "log_ratio_abs_max", "kl_k1", "kl_k2", "ess_token",
+         "masked_fraction", "kept_mass", "entropy"], 0.0,
+    )  # fmt: skip
+    drawn = []
+    for name, kl in (("low", 1e-4), ("high", 1e-2)):
+        history = History()
+        for step, age in ((1, 0), (2, 1), (3, 2)):
+            value = kl if age == 1 else 1e-3 * 10 ** (age - 1)  # the axis is that of the ages beside it
+            cell = DriftRecord(age_from=age, advantage="positive", tokens=5, kl_k3=value, **figures)
+            history.add(step_record(step, drift=[cell]))
+        write_plots(history, tmp_path / name, title="one each")
+        drawn.append(pictures(tmp_path / name)["drift.png"])
+    assert (drawn[0] != drawn[1]).any(axis=-1).sum() > 10
 
 
 def test_smoothing_is_a_mean_over_what_there_is() -> None:
