@@ -13,7 +13,7 @@ from anabranch.schemas.envelope import Envelope
 from anabranch.schemas.errors import BackpressureError, DeadlineError, StreamUnavailableError, TemporaryError
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.transport.memory_stream import MemoryStream
-from tests.feeds import BATCH, MAX_AGE, FeedWorld, indices, next_batch, train
+from tests.feeds import BATCH, MAX_AGE, FeedWorld, begin, indices, next_batch, train
 from tests.readers import wait
 
 
@@ -50,6 +50,19 @@ def test_the_log_says_what_a_group_was_like(world: FeedWorld) -> None:
     assert (first.epoch, first.version, first.age) == (1, 1, 1)
     assert (first.rollouts, first.tokens, first.cut, first.reward) == (2, 4, 1, 0.5)
     assert world.ledger("west")["dropped:zero_variance"] == 1
+
+
+def test_what_a_gate_kept_from_the_weights_is_said_so_also_of_groups_without_gradient(world: FeedWorld) -> None:
+    feed = begin(world)
+    feed.consumed(next_batch(feed).arrivals, zero_variance={1, 2}, gated={2, 3})
+    assert world.log() == [], "a checkpoint first"
+    feed.checkpointed()
+    assert [r.fate for r in world.log()] == ["trained", "dropped:zero_variance", "dropped:gate", "dropped:gate"]
+    assert world.ledger("east")["dropped:gate"] == 2
+    world.produce(3, 0, attempt=1)
+    with pytest.raises(DeadlineError):
+        next_batch(feed, version=1, deadline_s=0.1)
+    assert world.log()[-1].fate == "dropped:duplicate", "consumed: nobody need sample it again"
 
 
 def test_the_lowest_group_indices_go_first_and_a_straggler_holds_nothing(world: FeedWorld) -> None:
