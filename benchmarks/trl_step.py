@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from anabranch.deploy.summary import machine_facts
 from anabranch.learner import bench_step
 from anabranch.learner.bench_packing import BenchRollouts
 from anabranch.learner.bench_step import Meter, OwnStep, StepModel
@@ -206,28 +208,34 @@ def first_moments(trainer: Any) -> Iterator[tuple[str, Any]]:
         yield name, optimizer.state[parameter]["exp_avg"].numpy() / np.float32(1 - bench_step.BETAS[0])
 
 
-def measure(names: list[str], task: Task, rounds: int, tell: Any) -> dict[str, Any]:
-    """All turns of all ways; see `bench_step_report.summarise`."""
+def measure(names: list[str], task: Task, rounds: int, tell: Any) -> Iterator[dict[str, Any]]:
+    """Turns of all ways; after every round what they have come to by then, see `bench_step_report.summarise`."""
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
         folder, task_file = scratch / "model", scratch / "task.json"
         StepModel(**task.model).save(folder)
         task_file.write_text(json.dumps(asdict(task)), encoding="utf-8")
+        gradients = {name: scratch / f"{name}.gradients" for name in names}
+        tokens = bench_step.step_batch(BenchRollouts(**task.rollouts), task.model["vocabulary"]).tokens
         workers: list[Worker] = []
         turns: dict[str, list[Turn]] = {name: [] for name in names}
         try:
             for name in names:
                 tell(f"{name}: starts")
-                argv = ["--way", name, str(task_file), str(folder), str(scratch / f"{name}.gradients")]
+                argv = ["--way", name, str(task_file), str(folder), str(gradients[name])]
                 workers.append(Worker(name, [__file__, *argv], scratch / f"{name}.log"))
+            facts = {worker.name: worker.facts for worker in workers}
             for number in range(rounds + 1):
                 for worker in workers:
                     said = worker.turn()
-                    tell(f"{worker.name}, round {number} of {rounds}: {said['seconds']:.1f} s")
+                    tell(
+                        f"{worker.name}, round {number} of {rounds}: {said['seconds']:.1f} s, {said['cpu_seconds']:.1f} s CPU"
+                    )
                     turns[worker.name].append(Turn(**said))
-            gradients = {name: scratch / f"{name}.gradients" for name in names}
-            batch = bench_step.step_batch(BenchRollouts(**task.rollouts), task.model["vocabulary"])
-            return summarise(turns, {w.name: w.facts for w in workers}, gradients, completion_tokens=batch.tokens)
+                if number:
+                    yield {"rounds": number} | summarise(
+                        turns, facts, gradients, completion_tokens=tokens, exact=task.dtype == "float32"
+                    )
         finally:
             for worker in workers:
                 worker.close()
@@ -269,10 +277,15 @@ def main(argv: list[str] | None = None) -> None:
     task = Task(
         asdict(MODELS[args.model]), asdict(rollouts), args.positions, args.dtype, 1e-6, args.threads, args.zero_stage
     )
-    figures = measure(names, task, args.rounds, lambda line: print(line, file=sys.stderr, flush=True))
-    figures = {"task": asdict(task), "rounds": args.rounds, "ways_say": {n: WAYS[n].says for n in names}} | figures
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    about = {
+        "command": " ".join(["benchmarks/trl_step.py", *arguments]), "machine": machine_facts(),
+        "trl": version("trl") if find_spec("trl") else None,
+        "task": asdict(task), "ways_say": {name: WAYS[name].says for name in names},
+    }  # fmt: skip
+    figures: dict[str, Any] = {}
+    for figures in measure(names, task, args.rounds, lambda line: print(line, file=sys.stderr, flush=True)):
+        if args.json:
+            args.json.write_text(json.dumps(about | figures, indent=1) + "\n", encoding="utf-8")
     print(as_table(figures))
     if problems := figures["apart"]:
         raise SystemExit("the ways do not compute the same: " + "; ".join(problems))

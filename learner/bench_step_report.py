@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-# float32: a hundred times what sums in another order come to.
-MOST_GRADIENT, MOST_LOSS = 1e-4, 1e-5
+# Of the gradient's norm, and of the loss: in float32 a hundred times what sums in another order come to, in bf16 what rounding does.
+_MOST_APART = {True: (1e-4, 1e-5), False: (0.1, 1e-2)}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def summarise(
     gradients: Mapping[str, Path],
     *,
     completion_tokens: int,
-    most_gradient: float = MOST_GRADIENT,
+    exact: bool = True,
 ) -> dict[str, Any]:
     """Figures by way, compared with each way of TRL, and what is wrong (`apart`): ways whose loss or gradient is another's.
 
@@ -50,8 +50,10 @@ def summarise(
         turns: by way, equally many; the first of each warms up.
         facts: what each way said of its plan.
         gradients: a file of each way's first gradient: float32, parameters in one order.
+        exact: whether all compute in float32.
     """
     names = list(turns)
+    most_gradient, most_loss = _MOST_APART[exact]
     figures: dict[str, Any] = {"completion_tokens": completion_tokens, "ways": {}, "ratios": {}, "apart": []}
     for name in names:
         timed = turns[name][1:]
@@ -78,7 +80,7 @@ def summarise(
         figures["gradient_apart"][f"{name} from {names[0]}"] = float(f"{distance:.3g}")
         if not distance <= most_gradient:
             figures["apart"].append(f"gradient of {name} is {distance:.3g} of the norm from that of {names[0]}")
-        if not abs(turns[name][0].loss - turns[names[0]][0].loss) <= MOST_LOSS:
+        if not abs(turns[name][0].loss - turns[names[0]][0].loss) <= most_loss:
             figures["apart"].append(
                 f"loss {turns[name][0].loss:.8g} of {name}, {turns[names[0]][0].loss:.8g} of {names[0]}"
             )
