@@ -98,8 +98,9 @@ def test_another_number_of_ranks_or_stage_goes_on_from_the_same_bits(world: Path
     assert loaded["adam steps"] == [2]
     assert report(after)["resumed"] == {"at": 2}
     assert report(after)["step"] == report(before)["step"] == 3
-    assert report(after)["loss"] == pytest.approx(report(before)["loss"], abs=1e-4)
-    if "bf16" not in kind:  # a sum of other parts, in bf16, is another
+    in_bf16 = "bf16" in kind  # another number of ranks packs other rows, and in bf16 a sum of other parts is another
+    assert report(after)["loss"] == pytest.approx(report(before)["loss"], abs=4e-3 if in_bf16 else 1e-4)
+    if not in_bf16:
         straight, resumed = state(before / "after.npz"), state(after / "after.npz")
         for name in (n for n in straight if n.startswith("fp32")):
             np.testing.assert_allclose(resumed[name], straight[name], rtol=0, atol=1e-6)

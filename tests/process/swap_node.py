@@ -154,11 +154,19 @@ def holders_of(memory: os.stat_result) -> list[str]:
 
 
 def processes_of_this_group() -> set[int]:
-    found = set()
+    """Of this process's group: those that descend from it, and orphans. Another test worker's children are in the group too."""
+    parents = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(process.name)) == os.getpgid(0):
-                found.add(int(process.name))
-        except ProcessLookupError:
+                after_the_name = (process / "stat").read_text().rpartition(")")[2].split()
+                parents[int(process.name)] = int(after_the_name[1])
+        except (ProcessLookupError, FileNotFoundError):
             continue
-    return found
+
+    def is_ours(pid: int) -> bool:
+        while pid in parents and pid != os.getpid():
+            pid = parents[pid]
+        return pid in (1, os.getpid())
+
+    return {pid for pid in parents if is_ours(pid)}

@@ -32,7 +32,11 @@ def test_what_a_step_consumed_counts_as_trained(tmp_path):
     assert trained_indices(tmp_path) == set()
     lines = [fate(index, name) for index, name in enumerate(LOGGED)]
     (tmp_path / "fates" / "000001.jsonl").write_bytes(b"".join(lines))
-    assert {LOGGED[index] for index in trained_indices(tmp_path) or ()} == {"trained", "dropped:zero_variance"}
+    assert {LOGGED[index] for index in trained_indices(tmp_path) or ()} == {
+        "trained",
+        "dropped:zero_variance",
+        "dropped:gate",
+    }
 
 
 def test_a_hub_that_is_away_is_told_and_no_more(tmp_path, monkeypatch):

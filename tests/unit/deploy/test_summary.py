@@ -65,7 +65,7 @@ def test_foreign_entries_and_biased_drops_are_told(run_dir: Path) -> None:
 def test_metrics_alone_are_enough_and_nothing_is_guessed(run_dir: Path) -> None:
     paths = write_report(run_dir)
     assert all(path.stat().st_size > 0 for path in paths)
-    assert len(paths) == 7
+    assert len(paths) == 8
     summary = json.loads((run_dir / "summary.json").read_text())
     assert [summary[key] for key in ("ledger", "wall_s", "swap_pause_ms_median", "machine")] == [None] * 4
 
