@@ -135,12 +135,3 @@ def test_without_trl_the_benchmark_says_how_to_get_it(monkeypatch):
         benchmark.main(["--model", "tiny"])
     with pytest.raises(SystemExit):
         benchmark.main(["--ways", "other"])
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="TRL is not installed: pip install trl datasets")
-def test_a_step_is_the_same_as_trl_s(tmp_path, capsys):
-    where = tmp_path / "out.json"
-    load_benchmark().main(
-        ["--model", "tiny", "--rounds", "1", "--ways", "trl-completions,anabranch", "--json", str(where)]
-    )
-    assert "anabranch over trl-completions" in capsys.readouterr().out
