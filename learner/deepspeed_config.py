@@ -50,7 +50,7 @@ def deepspeed_json(config: LearnerSection) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         # A sum over many ranks in bf16 would lose what the float32 accumulation kept.
         "communication_data_type": "fp32",
-        "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
+        "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False} | _buckets(config),
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -80,6 +80,12 @@ def what_deepspeed_refuses() -> Iterator[None]:
     except pydantic.ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ConfigError(f"DeepSpeed refuses a setting of learner.deepspeed ({error.title}): {said}") from error
+
+
+def _buckets(config: LearnerSection) -> dict[str, int]:
+    """On the CPU a bucket of 16M elements: DeepSpeed's 500M are 2 GB of address space for each stage-3 engine, which it keeps, and a
+    process with many of them can start no other any more."""
+    return {"reduce_bucket_size": 2**24} if config.device == "cpu" else {}
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,15 @@ def test_user_settings_are_merged_over_ours_at_any_depth():
         lr=0.5, zero_stage=2, deepspeed={"zero_optimization": {"overlap_comm": True}, "dump_state": True}
     )
     merged = deepspeed_json(config)
-    assert merged["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert merged["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2**24}
     assert merged["dump_state"] is True
     assert merged["optimizer"]["params"]["lr"] == 0.5
+
+
+def test_a_bucket_is_small_on_the_cpu_and_the_users_if_he_says():
+    def bucket(**learner: object) -> object:
+        return deepspeed_json(LearnerSection(**learner))["zero_optimization"].get("reduce_bucket_size")  # type: ignore[arg-type]
+
+    assert bucket(zero_stage=3) == 2**24
+    assert bucket(zero_stage=3, device="cuda") is None
+    assert bucket(zero_stage=3, deepspeed={"zero_optimization": {"reduce_bucket_size": 5}}) == 5
