@@ -70,8 +70,12 @@ def measure_logprobs(
     found: dict[Way, list[Taken]] = {way: [] for way in ways}
     for number in range(rounds):
         for way in ways if number % 2 == 0 else ways[::-1]:
-            tell(f"round {number + 1} of {rounds}: {way}")
-            found[way].append(_run(Pass(way, tokens, vocabulary, hidden, dtype, threads, entropy)))
+            taken = _run(Pass(way, tokens, vocabulary, hidden, dtype, threads, entropy))
+            found[way].append(taken)
+            tell(
+                f"round {number + 1} of {rounds}: {way} {taken.forward_s:.2f} + {taken.backward_s:.2f} s, "
+                f"processor {taken.cpu_s:.2f} s, {taken.extra_bytes / GIB:.3f} GiB"
+            )
     pairs = list(zip(found["ours"], found["reference"], strict=True))
     return Row(
         tokens, vocabulary, hidden, dtype, threads, entropy, rounds,
