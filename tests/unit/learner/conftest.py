@@ -16,10 +16,6 @@ from anabranch.schemas.trajectory import Group, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
 VOCAB = 64
-# Larger than any model here. DeepSpeed's own take 2 GB of addresses for an engine of stage 3 and keep them: a process with
-# more of them than the machine has memory cannot fork, and other tests do.
-SMALL_BUCKETS = {"reduce_bucket_size": 1_000_000}
-NOW = PolicyVersion(0, 3)
 
 
 def save_qwen3(directory: Path, *, tied: bool = True, seed: int = 0, **overrides: int) -> Path:
@@ -104,10 +100,7 @@ def engine(model_dir: Path) -> Callable[..., LearnerEngine]:
         gates: GateSection | None = None,
         **learner: object,
     ) -> LearnerEngine:
-        deepspeed = learner.pop("deepspeed", {})
-        zero = SMALL_BUCKETS | deepspeed.get("zero_optimization", {})  # type: ignore[attr-defined]
-        settings = {"deepspeed": {**deepspeed, "zero_optimization": zero}, "lr": 1e-3, "micro_batch_tokens": 64}  # type: ignore[dict-item]
-        section = LearnerSection(**(settings | learner))  # type: ignore[arg-type]
+        section = LearnerSection(**({"lr": 1e-3, "micro_batch_tokens": 64} | learner))  # type: ignore[arg-type]
         # Random weights meet random rollouts here, so ratios are wild: no veto.
         correction = correction or CorrectionSection(veto_low=0.0, veto_high=1e9)
         return LearnerEngine(
