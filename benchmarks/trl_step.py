@@ -64,6 +64,11 @@ WAYS = {
         False, "packed, prompts not shared, that budget", {"share_prompts": False}, whole_budget=True
     ),
     "anabranch-padded": Way(False, "padded rows, that budget", {"packing": False}, whole_budget=True),
+    "anabranch-fused": Way(
+        False,
+        "`anabranch` with torch's fused AdamW, as TRL has",
+        {"deepspeed": {"optimizer": {"params": {"fused": True}}}},
+    ),
     "anabranch-recompute": Way(
         False, "packed, shared, with gradient checkpointing, as many passes as TRL", {"gradient_checkpointing": True}
     ),
@@ -278,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
         asdict(MODELS[args.model]), asdict(rollouts), args.positions, args.dtype, 1e-6, args.threads, args.zero_stage
     )
     about = {
-        "command": " ".join(["benchmarks/trl_step.py", *arguments]), "machine": machine_facts(),
+        "command": " ".join(["benchmarks/trl_step.py", *arguments]).partition(" --json")[0], "machine": machine_facts(),
         "trl": version("trl") if find_spec("trl") else None,
         "task": asdict(task), "ways_say": {name: WAYS[name].says for name in names},
     }  # fmt: skip
