@@ -23,15 +23,16 @@ from llvmlite.binding import ffi
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def compiled(function: F) -> F:
-    """`function`, compiled at its first call for the dtypes it is called with."""
+def compiled(function: F, *, contract: bool = False) -> F:
+    """`function`, compiled at its first call for the dtypes it is called with. `contract`: a·b + c may be rounded once."""
+    options = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"} if contract else False}
     try:
-        kept = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        kept = numba.njit(cache=True, **options)(function)
         # No public way leads there; a numba that has moved it raises here, and the tests say so.
         kept._cache._cache_file._source_stamp = _stamp()
         return cast(F, kept)
     except (RuntimeError, AttributeError):  # RuntimeError: "cannot cache function: no locator available"
-        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+        return cast(F, numba.njit(**options)(function))
 
 
 @cache

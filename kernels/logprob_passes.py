@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anabranch.kernels.exponentials import exp_below
 from anabranch.kernels.logprob_tiles import Kept, Logits, shaped, targets_in
 
 
@@ -72,7 +73,7 @@ def forward(logits: Logits, targets: Tensor, *, entropy: bool, keep_elements: in
             tokens, entries = targets_in(targets, block, tile)
             rows.chosen[block][tokens] = x[tokens, entries]
             top = torch.maximum(rows.top[block], x.amax(1))
-            torch.exp(x.sub_(top[:, None]), out=e)
+            exp_below(x, top, out=e)
             _bring_up_to_date(rows, block, top, x, e)
             if index < tiles:
                 kept.tops[index, block] = top
@@ -140,7 +141,7 @@ class _Again:
             torch.mul(kept.tile(index)[which], (kept.tops[index][which] - top).exp_()[:, None], out=out)
         else:
             self.logits.compute(block, weight, bias, out)
-            out.sub_(top[:, None]).exp_()
+            exp_below(out, top, out=out)
         tokens, entries = targets_in(self.targets, block, self.logits.tiles[index])
         out[tokens, entries] -= self.rows.total[block][tokens]
 

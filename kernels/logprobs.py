@@ -24,7 +24,7 @@ from anabranch.schemas.errors import ModelMismatchError
 
 # Of exp(logits) what is kept from the forward to the backward pass, at most: with it the peak stays below 1/8 of three times
 # the logits, which log_softmax over logits takes, and for any number of tokens below 1 GiB.
-KEPT_SHARE, KEPT_BYTES = 0.33, 2**30
+KEPT_SHARE, KEPT_BYTES = 0.35, 2**30
 
 
 def reference_logprobs(
