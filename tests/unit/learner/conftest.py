@@ -16,6 +16,7 @@ from anabranch.schemas.trajectory import Group, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
 VOCAB = 64
+NOW = PolicyVersion(0, 3)
 
 
 def save_qwen3(directory: Path, *, tied: bool = True, seed: int = 0, **overrides: int) -> Path:
