@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from anabranch.consumers.recorded_files import id_key
 from anabranch.transport.files import sync_directory
 
 Name = tuple[str, int]  # producer, as the rows have it, and seq
@@ -31,12 +32,6 @@ class Entry:
     @property
     def name(self) -> Name:
         return self.rows.column("producer")[0].as_py(), self.seq
-
-
-def id_key(entry_id: str) -> tuple[int, int]:
-    """Redis stream ids ("milliseconds-sequence") in stream order."""
-    ms, _, seq = entry_id.partition("-")
-    return int(ms), int(seq or 0)
 
 
 def write_entries(directory: Path, region: str, entries: list[Entry]) -> Path:

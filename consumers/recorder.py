@@ -19,12 +19,12 @@ import structlog
 from anabranch.consumers.parquet_writer import (
     Entry,
     Name,
-    id_key,
     newest_names,
     recorded,
     remove_leftovers,
     write_entries,
 )
+from anabranch.consumers.recorded_files import id_key
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.envelope import open_envelope
 from anabranch.schemas.errors import (

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from anabranch.consumers.parquet_writer import Entry, id_key, newest_names, recorded, remove_leftovers, write_entries
+from anabranch.consumers.parquet_writer import Entry, newest_names, recorded, remove_leftovers, write_entries
 from anabranch.schemas.trajectory import SCHEMA, decode_group, encode_group, read_batch
 from tests.groups import group
 from tests.limits import file_size_limit
@@ -21,10 +21,6 @@ def batch(index: int) -> pa.RecordBatch:
 
 def entries(*ids: str, first_seq: int = 0) -> list[Entry]:
     return [Entry(entry_id, first_seq + number, batch(number)) for number, entry_id in enumerate(ids)]
-
-
-def test_ids_sort_by_number_not_by_text() -> None:
-    assert sorted(["10-0", "9-12", "9-2", "9"], key=id_key) == ["9", "9-2", "9-12", "10-0"]
 
 
 def test_rows_are_those_of_the_entries_and_say_which(tmp_path: Path) -> None:
