@@ -63,7 +63,8 @@ def token_loss(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tu
     - `k3`: c·(r − 1 − d), in the loss (Schulman, "Approximating KL divergence", 2020; GRPO, arXiv 2402.03300, equation 4, has it
       against a reference policy instead).
     - `k1`: A − c·sg(d) in the place of A, as if −c·log(π/b) of the token were part of its reward. So it obeys the
-      objective's mask and ratio, unlike the other two (Composer 2, arXiv 2603.24477, against its reference policy).
+      objective's mask and ratio, unlike the other two (Composer 2, arXiv 2603.24477, against its reference policy). For `gspo`, whose
+      ratio is the trajectory's, d is its mean; `opsm` goes by the sign of the trajectory's mean.
 
     Args:
         weights: [R], of the dtype of the tokens' floats; as `token_weights` of the whole batch.
@@ -75,6 +76,8 @@ def token_loss(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tu
     tokens = _only(tokens, in_loss)
     if config.penalty > 0 and config.penalty_kind == "k1":
         drift = log_ratio(tokens.ell.detach(), tokens.behaviour)
+        if config.objective == "gspo":
+            drift = tokens.spread(tokens.per_rollout(drift) / tokens.lengths)
         tokens = replace(tokens, advantages=tokens.advantages - config.penalty * drift)
     value, kept = objective_of(tokens, config)
     if config.penalty > 0 and config.penalty_kind != "k1":

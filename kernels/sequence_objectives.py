@@ -91,10 +91,11 @@ def opsm(tokens: Tokens, *, delta: float, clip_low: float | Tensor, clip_high: f
     """PPO's clipped surrogate without the trajectories that have A < 0 and mean(b − ℓ) > δ (`opsm`).
 
     Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556: a bad trajectory that the policy has left already teaches nothing but
-    noise; a good one is worth returning to. Default δ 0.1 (ours), clip as in `ppo`.
+    noise; a good one is worth returning to. Default δ 0.1 (ours), clip as in `ppo`. Where advantages of a trajectory's tokens differ
+    (penalty `k1`), A is their mean.
     """
     inner = clipped(tokens.ell - tokens.behaviour, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     with torch.no_grad():
         left = -tokens.per_rollout(log_ratio(tokens.ell, tokens.behaviour)) / tokens.lengths
-        dropped = (tokens.advantages < 0) & tokens.spread(left > delta)
+        dropped = tokens.spread((tokens.per_rollout(tokens.advantages) < 0) & (left > delta))
     return TokenObjective(torch.where(dropped, torch.zeros_like(inner.value), inner.value), inner.kept & ~dropped)

@@ -41,13 +41,15 @@ def _rollout(
     if any(not c.veto_low <= exp(x) <= c.veto_high for x in d0):
         return 0.0
     mean_lag = sum(lags) / n
+    if c.penalty_kind == "k1":
+        of_reward = [sum(d0) / n] * n if c.objective == "gspo" else d0
+        a = [x - c.penalty * y for x, y in zip(a, of_reward, strict=True)]
     total = 0.0
     for t in range(n):
         lag = mean_lag if c.objective == "gspo" else lags[t]
         narrow = 1 / (1 + c.narrow_rate * max(0, lag - c.narrow_from)) if c.narrow_with_age else 1.0
         low, high, tau = 1 - c.clip_low * narrow, 1 + c.clip_high * narrow, c.tau * narrow
-        adv = a[t] - c.penalty * d0[t] if c.penalty_kind == "k1" else a[t]
-        r, r0 = exp(d[t]), exp(d0[t])
+        adv, r, r0 = a[t], exp(d[t]), exp(d0[t])
         prob0, q = exp(frozen[t]), exp(b[t])
         match c.objective:
             case "none":
@@ -83,7 +85,7 @@ def _rollout(
             case "m2po":
                 j = r * adv if chosen[t] else 0.0
             case "opsm":
-                gone = adv < 0 and -sum(d0) / n > c.opsm_delta
+                gone = sum(a) < 0 and -sum(d0) / n > c.opsm_delta
                 j = 0.0 if gone else min(r * adv, clip(r, low, high) * adv)
             case "topr":
                 ratio = r0 if c.ratio_level == "token" else exp(sum(d0))

@@ -133,6 +133,26 @@ def test_in_the_loss_a_penalty_pulls_masked_tokens_too_as_part_of_the_reward_it_
     assert pulls == pytest.approx({"d2": 0.2 * math.log(1.8), "k3": 0.1 * 0.8, "k1": 0.0})
 
 
+@pytest.mark.parametrize(
+    ("objective", "advantage", "d", "settings"),
+    [
+        # A − c·d = 0.5 and −0.95, their mean −0.225 < 0, and mean(b − ℓ) = 1.55 > δ: out, the token that would go up alone too.
+        ("opsm", -1.0, [-3.0, -0.1], {"penalty": 0.5}),
+        # A − c·d = −0.3 and 0.34, their mean 0.02 > 0, s = e^0.2: clipped, the token whose own sign would let it through too.
+        ("gspo", 0.1, [1.0, -0.6], {"penalty": 0.4}),
+    ],
+)
+def test_as_part_of_the_reward_a_penalty_does_not_cut_a_trajectory_that_is_judged_as_a_whole(
+    objective, advantage, d, settings
+):
+    ell = torch.tensor([-4.0, -4.0], dtype=torch.float64, requires_grad=True)
+    of = tokens(ell, ell.detach() - torch.tensor(d, dtype=torch.float64), [advantage], lengths=[2])
+    config = CorrectionSection(objective=objective, penalty_kind="k1", **settings)
+    loss, kept = token_loss(of, torch.ones(1, dtype=torch.float64), config)
+    assert kept.tolist() == [False, False]
+    assert gradient(of, loss).tolist() == [0.0, 0.0]
+
+
 def test_a_lag_weight_takes_from_the_numerator_alone():
     # Two rollouts of one token, lags 0 and 2, γ = 0.5: the old one counts a quarter, the fresh one no more than before.
     ell = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
