@@ -35,8 +35,9 @@ from anabranch.learner.checkpoint_folder import (
     step_of,
     verify,
 )
-from anabranch.learner.retention import UNIVERSAL, kept_checkpoints, sources_of
-from anabranch.schemas.errors import CheckpointError
+from anabranch.learner.conversion_lock import not_converting
+from anabranch.learner.retention import UNIVERSAL, kept_checkpoints, source_of
+from anabranch.schemas.errors import CheckpointError, TemporaryError
 from anabranch.schemas.layout import Layout
 from anabranch.transport.files import sync_directory
 
@@ -103,11 +104,18 @@ class CheckpointStore:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         for leftover in self._directory.glob(".*.tmp"):
-            remove(leftover)
+            with not_converting(source_of(leftover)) as nobody:
+                if nobody:
+                    remove(leftover)
         place = self._free_place(engine.step)
         aside = self._directory / f".{place.name}.tmp"
-        with self._beating(engine, "writing a checkpoint"):
-            engine.save(aside, client_state)
+        try:
+            with self._beating(engine, "writing a checkpoint"):
+                engine.save(aside, client_state)
+        except (OSError, TemporaryError):
+            with contextlib.suppress(OSError):  # what is full has the room again that the next start needs
+                remove(aside)
+            raise
         marker = Marker(run=self._run, step=engine.step, layout_hash=self._layout_hash, files={})
         return Unfinished(aside, place, marker)
 
@@ -119,7 +127,7 @@ class CheckpointStore:
         try:
             marker = seal(unfinished.aside, unfinished.place, unfinished.marker, progress=progress)
         except OSError:
-            with contextlib.suppress(OSError):  # what is full has the room again that the next attempt needs
+            with contextlib.suppress(OSError):  # as in `begin`
                 remove(unfinished.aside)
                 remove(unfinished.place)
             raise
@@ -184,10 +192,12 @@ class CheckpointStore:
     def _retire(self) -> None:
         kept = kept_checkpoints(complete_checkpoints(self._directory), keep=self._keep, keep_every=self._keep_every)
         gone = [p for p in places(self._directory) if p not in kept]
-        gone += [p for p in self._directory.glob(f"{UNIVERSAL}*") if sources_of(p) not in kept]
+        gone += [p for p in self._directory.glob(f"{UNIVERSAL}*") if source_of(p) not in kept]
         for place in gone:
             try:
-                remove(place)
+                with not_converting(source_of(place)) as nobody:
+                    if nobody:  # else it goes with the next
+                        remove(place)
             except OSError as error:  # the new one is complete all the same, and the others can go
                 self._log.warning("an old checkpoint cannot be removed", place=str(place), error=str(error))
 

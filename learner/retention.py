@@ -33,6 +33,6 @@ def kept_checkpoints(complete: Sequence[Path], *, keep: int, keep_every: int) ->
     return {place: kept[place] for place in complete if place in kept}
 
 
-def sources_of(universal: Path) -> Path:
-    """The checkpoint that a converted one was made from."""
-    return universal.with_name(universal.name.removeprefix(UNIVERSAL))
+def source_of(place: Path) -> Path:
+    """The checkpoint that a converted one was made from, also one that is still aside; a checkpoint's is itself."""
+    return place.with_name(place.name.removeprefix(".").removesuffix(".tmp").removeprefix(UNIVERSAL))

@@ -20,6 +20,7 @@ from typing import Any
 
 from anabranch.learner.beating import file_deadline_s
 from anabranch.learner.checkpoint_folder import MARKER, Marker, read_marker, remove, seal, size_and_digest, verify
+from anabranch.learner.conversion_lock import converting
 from anabranch.learner.deepspeed_files import deepspeed_classes
 from anabranch.learner.retention import UNIVERSAL
 from anabranch.schemas.errors import CheckpointError, DeadlineError, TemporaryError
@@ -39,7 +40,8 @@ def universal_folder(place: Path) -> Path:
 
 def make_universal(place: Path, *, heartbeat: Callable[[], object] = lambda: None) -> Path:
     """The complete checkpoint `place` for any number of ranks: converted now, unless that was done before. It needs as much
-    room as `place`, and twice that while it is made. `heartbeat` is called meanwhile.
+    room as `place`, and twice that while it is made. If another process converts it, that is waited for. `heartbeat` is called
+    meanwhile.
 
     Raises:
         CheckpointError: DeepSpeed cannot convert it, or what was converted is damaged.
@@ -47,9 +49,21 @@ def make_universal(place: Path, *, heartbeat: Callable[[], object] = lambda: Non
     """
     universal = universal_folder(place)
     marker = read_marker(place)
-    if is_universal(place):
-        verify(universal, read_marker(universal), hint="; remove that folder", progress=heartbeat)
-        return universal
+    try:
+        if not is_universal(place):
+            with converting(place, deadline_s=_deadline_s(marker), heartbeat=heartbeat):
+                if not is_universal(place):
+                    _make(place, universal, marker, heartbeat)
+                    return universal
+    except DeadlineError:  # an OSError too
+        raise
+    except OSError as error:
+        raise TemporaryError(f"{universal} cannot be written: {error}; make room, then start again") from error
+    verify(universal, read_marker(universal), hint="; remove that folder", progress=heartbeat)
+    return universal
+
+
+def _make(place: Path, universal: Path, marker: Marker, heartbeat: Callable[[], object]) -> None:
     aside = place.with_name(f".{universal.name}.tmp")
     try:
         for leftover in (universal, aside):
@@ -59,13 +73,12 @@ def make_universal(place: Path, *, heartbeat: Callable[[], object] = lambda: Non
         (aside / "latest_universal").unlink()
         (aside / SOURCE_FILE).write_text(json.dumps(_source(place)))
         seal(aside, universal, marker, progress=heartbeat)
-    except DeadlineError:  # an OSError too
+    except BaseException:
+        if not (universal / MARKER).exists():  # what is full has the room again
+            shutil.rmtree(universal, ignore_errors=True)
         raise
-    except OSError as error:
-        raise TemporaryError(f"{universal} cannot be written: {error}; make room, then start again") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return universal
 
 
 def is_universal(place: Path) -> bool:

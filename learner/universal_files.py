@@ -10,10 +10,12 @@ Written for deepspeed 0.19.8; can go when `ds_to_universal` writes one form for 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from anabranch.learner.deepspeed_files import deepspeed_classes
 STATE = "optimizer_state_dict"  # DeepSpeed's key of stage 3
 PARAMETER = "param"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")  # of stages 1 and 2, and of 3
+_PARTS = (("base_optimizer_state", "single_partition_of_fp32_groups"), (STATE, "fp32_flat_groups"))  # stages 1 and 2; 3
 _GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "ds_version", "zero_stage", "param_groups")
 
 
@@ -31,16 +34,43 @@ def convert(source: Path, target: Path) -> None:
     """Write the universal form of the DeepSpeed folder `source` to `target`, which must not exist."""
     from deepspeed.checkpoint import ds_to_universal
 
-    ds_to_universal.main(
-        Namespace(
-            input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
-            keep_temp_folder=False, strict=True, inject_missing_state=True,
-        )
-    )  # fmt: skip
+    with _begun_states():
+        ds_to_universal.main(
+            Namespace(
+                input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
+                keep_temp_folder=False, strict=True, inject_missing_state=True,
+            )
+        )  # fmt: skip
     step = _complete_state(target / "zero" / "optimizer_state.pt", source)
     for moment in (target / "zero").rglob("exp_avg.pt"):  # a second name of a tied weight has none
         _complete_parameter(moment.parent, step)
     _one_model_file(target)
+
+
+@contextlib.contextmanager
+def _begun_states() -> Iterator[None]:
+    """Inside, `torch.load` gives an optimizer that has made no step yet (a checkpoint of step 0, or gates skipped all before) the state
+    that its first step would begin with; it has none, and ds_to_universal cannot do without."""
+    load = torch.load
+
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        found = loaded.get(STATE) if isinstance(loaded, dict) else None
+        for inner, masters in _PARTS if found else ():
+            if inner in found and masters in found:
+                states = found[inner]["state"]
+                for number, flat in enumerate(found[masters]):
+                    if "exp_avg" not in states.get(number, {}):
+                        states[number] = {
+                            "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat),
+                        }  # fmt: skip
+        return loaded
+
+    torch.load = begun
+    try:
+        yield
+    finally:
+        torch.load = load
 
 
 def _complete_parameter(folder: Path, step: Any) -> None:

@@ -3,10 +3,13 @@ store and the writer are the real ones, the engine's state is one file that tell
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+from anabranch.learner import universal
+from anabranch.learner.checkpoint_folder import complete_checkpoints
 from anabranch.learner.checkpoint_writer import CheckpointWriter
 from tests.checkpoint_stores import Counter, store
 from tests.process.weight_actors import PLACES, die_after, say
@@ -17,6 +20,7 @@ PLACES.update(
         "all": (FILES, ()),
         "finishing": (FILES, ("finish", "_finish", "seal", "write_atomically", "sync_directory", "size_and_digest")),
         "retiring": (FILES, ("_retire", "kept_checkpoints", "places", "complete_checkpoints")),
+        "converting": (("learner/universal.py", "conversion_lock.py", *FILES), ()),
     }
 )
 
@@ -49,3 +53,18 @@ def checkpoints(folder: str, log: str, die: int, where: str, count: int = 6) -> 
         if (done := writer.wait()) is not None:
             say(log, event="durable", step=done.step)
     say(log, event="ended", step=engine.step)
+
+
+def conversion(folder: str, log: str, die: int) -> None:
+    """Convert the newest checkpoint, by copying it: what DeepSpeed does takes seconds, and is aside the same."""
+    universal._convert = copied
+    (*_, newest) = complete_checkpoints(Path(folder) / "check points")
+    if die:
+        die_after(die, "converting", log)
+    universal.make_universal(newest)
+    say(log, event="converted")
+
+
+def copied(source: Path, target: Path, *_: object) -> None:
+    shutil.copytree(source.with_name("deep"), target)
+    (target.parent / "latest_universal").touch()

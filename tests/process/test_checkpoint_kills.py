@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from anabranch.learner.checkpoint_folder import MARKER, complete_checkpoints, places, read_marker, verify
+from anabranch.learner.universal import is_universal, universal_folder
 from tests.checkpoint_stores import store
 from tests.process.checkpoint_actor import Engine
 from tests.zygote import Zygote, is_alive
@@ -70,3 +71,28 @@ def test_whatever_moment_it_is_killed_the_newest_complete_one_loads(tmp_path: Pa
         assert unfinished["unmarked"], "none between the rename and the marker, or while old ones were removed"
     text = output.read_text(errors="replace") if output.exists() else ""
     assert "Traceback" not in text, text[-3000:]
+
+
+def test_whatever_moment_a_conversion_is_killed_it_is_made_again(tmp_path: Path, zygote: Zygote) -> None:
+    random.seed(os.environ.get("ANABRANCH_KILL_SEED"))
+    log, output = tmp_path / "events", tmp_path / "output"
+    left: Counts[str] = Counts()
+    engine = Engine()
+    for number in range(KILLS // 2):
+        engine.step += 1
+        place = store(tmp_path, keep=1).save(engine, {})
+        for die in (random.randint(1, 330), 0):
+            pid = zygote.spawn(f"{ACTOR}:conversion", output, folder=str(tmp_path), log=str(log), die=die)
+            end = time.monotonic() + 30
+            while is_alive(pid):
+                assert time.monotonic() < end, f"conversion {number}: it neither died nor ended"
+                time.sleep(0.002)
+            left["aside"] += any(place.parent.glob(".universal*"))
+            left["unmarked"] += universal_folder(place).exists() and not (universal_folder(place) / MARKER).exists()
+        assert is_universal(place), f"conversion {number}"
+        verify(universal_folder(place), read_marker(universal_folder(place)))
+        assert sorted(p.name for p in place.parent.iterdir()) == [place.name, universal_folder(place).name]
+    assert len(events(log, "dies")) > KILLS // 8, "most fuses were too long to kill anything"
+    if KILLS >= 60:
+        assert left["aside"], "none was killed while the files lay aside"
+        assert left["unmarked"], "none between the rename and the marker"

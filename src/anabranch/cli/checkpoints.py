@@ -67,7 +67,7 @@ def _complete(directory: Path, learner: LearnerSection) -> list[dict[str, Any]]:
     from anabranch.learner.checkpoint_folder import complete_checkpoints, read_marker
     from anabranch.learner.engine_files import ENGINE_FILE
     from anabranch.learner.retention import kept_checkpoints
-    from anabranch.learner.universal import universal_folder
+    from anabranch.learner.universal import is_universal, universal_folder
     from anabranch.schemas.errors import CheckpointError
     from anabranch.transport.files import read_json
 
@@ -80,7 +80,7 @@ def _complete(directory: Path, learner: LearnerSection) -> list[dict[str, Any]]:
             {
                 "step": marker.step, "path": str(place), "bytes": marker.bytes, "kept": kept.get(place, ""),
                 "world_size": engine["world_size"], "zero_stage": engine["zero_stage"],
-                "universal_bytes": _size(universal_folder(place)),
+                "universal_bytes": _size(universal_folder(place)) if is_universal(place) else 0,
             }
         )  # fmt: skip
     return found
@@ -89,9 +89,14 @@ def _complete(directory: Path, learner: LearnerSection) -> list[dict[str, Any]]:
 def _others(directory: Path) -> list[dict[str, Any]]:
     """What takes room beside the complete checkpoints."""
     from anabranch.learner.checkpoint_folder import complete_checkpoints, places
+    from anabranch.learner.retention import UNIVERSAL, source_of
+    from anabranch.learner.universal import is_universal
 
     complete = complete_checkpoints(directory)
-    named = {"unfinished": [*directory.glob(".*.tmp"), *(p for p in places(directory) if p not in complete)]}
+    converted = [p for p in directory.glob(f"{UNIVERSAL}*") if not is_universal(source_of(p))]
+    named = {
+        "unfinished": [*directory.glob(".*.tmp"), *(p for p in places(directory) if p not in complete), *converted]
+    }
     named["given up"] = list(directory.glob("given-up-*"))
     return [
         {"what": what, "path": str(path), "bytes": _size(path)}

@@ -223,6 +223,7 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(engine, tmp_path:
     learner.train_step(make_batch([2, 3]))
     with pytest.raises(TemporaryError, match=r"\.pt cannot be written .* bytes are free"), file_size_limit(20_000):
         checkpoints.save(learner, {"at": 2})
+    assert names(tmp_path) == ["step-00000001"], "what is full has its room again: the next start needs some"
     again = engine()
     assert checkpoints.load_newest(again) == {"at": 1}
     checkpoints.save(learner, {"at": 2})

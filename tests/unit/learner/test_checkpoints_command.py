@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from anabranch.cli.main import main
-from anabranch.learner.checkpoint_folder import MARKER
+from anabranch.learner.checkpoint_folder import MARKER, size_and_digest
+from anabranch.learner.universal import SOURCE_FILE
 from tests.checkpoint_stores import Counter, store
 
 
@@ -33,9 +34,13 @@ def checkpoints(directory: Path, *arguments: str) -> int:
 
 
 def test_it_says_what_keeps_each_and_what_else_takes_room(directory: Path, capsys: pytest.CaptureFixture[str]):
-    universal = directory / "universal-step-00000040"
+    place, universal = directory / "step-00000040", directory / "universal-step-00000040"
     universal.mkdir()
-    (universal / "a").write_bytes(bytes(1234))
+    source = json.dumps({"marker": size_and_digest(place / MARKER)[1]})
+    (universal / SOURCE_FILE).write_text(source)
+    (universal / MARKER).write_bytes(bytes(1234 - len(source)))
+    for without in ("universal-step-00000030", "universal-step-00000010"):  # a marker; a checkpoint
+        (directory / without).mkdir()
     (directory / ".step-00000060.tmp").mkdir()
     (directory / "step-00000060").mkdir()
     assert checkpoints(directory, "--give-up-above", "40") == 0
@@ -47,7 +52,8 @@ def test_it_says_what_keeps_each_and_what_else_takes_room(directory: Path, capsy
         assert said[at + 1].strip() == why
     assert "2 ranks, stage 1 + 1,234 for any number" in text
     assert f"unfinished: 0 bytes  {directory}/.step-00000060.tmp" in said
-    assert f"unfinished: 0 bytes  {directory}/step-00000060" in said
+    for unfinished in ("step-00000060", "universal-step-00000030", "universal-step-00000010"):
+        assert f"unfinished: 0 bytes  {directory}/{unfinished}" in said
     assert any(line.startswith("given up: ") and line.endswith("given-up-step-00000050.0") for line in said)
     assert said[-1] == "the learner resumes from step 40"
 
