@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -31,6 +32,7 @@ from anabranch.deploy.notify import NotifySocket
 from anabranch.schemas.errors import EXIT_CONFIG, EXIT_USAGE
 from anabranch.transport.runtime import die_with_parent
 
+_NOT_CONFIGURATION = re.compile(r"^anabranch: (Gate|Checkpoint)Error: ", re.MULTILINE)
 NEVER_RESTART = frozenset({EXIT_USAGE, EXIT_CONFIG})
 
 
@@ -222,7 +224,10 @@ class Child:
         """Words for the latest exit, "" before the first."""
         if self.exit_code is None:
             return ""
-        return f"hung for {self._hung_s:.0f} s, killed" if self._hung_s else describe_exit(self.exit_code)
+        if self._hung_s:
+            return f"hung for {self._hung_s:.0f} s, killed"
+        said = "\n".join(self.log_tail()) if self.exit_code == EXIT_CONFIG else ""
+        return describe_exit(self.exit_code, said)
 
     def _decide(self, code: int) -> None:
         if code == 0 and self.spec.restart is not Restart.ALWAYS:
@@ -251,12 +256,15 @@ class Child:
         self.reason = reason
 
 
-def describe_exit(code: int) -> str:
-    """`exit 78 (configuration)`, `killed by SIGKILL`."""
+def describe_exit(code: int, said: str = "") -> str:
+    """`exit 78 (configuration)`, `killed by SIGKILL`. `said`: the last lines of its log; what else than the configuration ends with 78
+    is told by the error there."""
     if code < 0:
         try:
             return f"killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"killed by signal {-code}"
     meanings = {2: "usage", 70: "internal error", 75: "temporary", 76: "protocol", 78: "configuration"}
+    if code == EXIT_CONFIG and (named := _NOT_CONFIGURATION.findall(said)):
+        meanings[code] = named[-1].lower()
     return f"exit {code}" + (f" ({meanings[code]})" if code in meanings else "")

@@ -167,6 +167,15 @@ def test_a_bad_configuration_is_not_tried_again_and_stops_everything(tmp_path: P
     assert supervisor.restarts == 0
 
 
+@pytest.mark.parametrize(("error", "named"), [("GateError", "gate"), ("CheckpointError", "checkpoint")])
+def test_what_a_person_must_look_at_is_named_by_the_childs_own_error(tmp_path: Path, error: str, named: str) -> None:
+    """All of them end with 78."""
+    lines = f"anabranch: {error}: step 3, groups 0..3: loss = nan, not finite\nanabranch: another line"
+    script = f"import sys; print({lines!r}, file=sys.stderr); sys.exit(78)"
+    outcome, _ = run(tmp_path, ChildSpec("learner", python(script)))
+    assert outcome.line == f"learner stopped the run: exit 78 ({named}); restarting would not help"
+
+
 def test_a_program_that_does_not_exist_is_one_clear_line(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, ChildSpec("ghost", ("/nonexistent/program",)))
     assert outcome.end is End.FAILED
