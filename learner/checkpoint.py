@@ -174,7 +174,7 @@ class CheckpointStore:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             self._heartbeat()
-        shutil.rmtree(target, ignore_errors=True)
+        remove(target)
         os.rename(aside, target)
         sync_directory(target.parent)
         return target

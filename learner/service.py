@@ -133,8 +133,6 @@ class Heartbeat:
 def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbeat: Heartbeat) -> int:
     log = structlog.get_logger()
     directory = config.run.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    write_resolved(directory, config)
     hub = connect_hub(config)
     streams = connect_regions(config)
     checkpoints = CheckpointStore(
@@ -146,9 +144,9 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
         heartbeat=heartbeat,
     )
     resumed = checkpoints.load_newest(engine)
-    metrics = MetricsLog(directory)
     state = (resumed or {}).get("feed") or {}
     fates = FateLog(directory / FATES_DIRECTORY, file_lines=config.ledger.fate_file_lines, since=state.get("fate_log"))
+    write_resolved(directory, config)  # no other learner works here: the log's lock says so
     reader = Reader(
         streams,
         run=config.run.name,
@@ -170,6 +168,7 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
         why=NoProgress(hub.runs, hub.permits),
         heartbeat=heartbeat,
     )
+    metrics = MetricsLog(directory)
     loop = LearnerLoop(
         engine,
         feed,

@@ -147,9 +147,11 @@ def _convert(source: Path, target: Path, marker: Marker, heartbeat: Callable[[],
     if child.returncode:
         said = log.read_text(errors="replace").strip().splitlines()
         free = shutil.disk_usage(target.parent).free
-        error = TemporaryError if free < marker.bytes else CheckpointError
+        why = said[-1] if said else f"exit code {child.returncode}"
+        if child.returncode < 0:  # out of memory, for example
+            why = f"killed by signal {-child.returncode}"
+        error = TemporaryError if free < marker.bytes or child.returncode < 0 else CheckpointError
         raise error(
-            f"{source.parent} cannot be converted for another number of ranks or stage ({free:,} bytes are free): "
-            f"{said[-1] if said else f'exit code {child.returncode}'}"
+            f"{source.parent} cannot be converted for another number of ranks or stage ({free:,} bytes are free): {why}"
         )
     log.unlink()

@@ -191,6 +191,16 @@ def test_export_writes_a_folder_that_loads_and_replaces_the_one_before(engine, t
         assert np.array_equal(tensor_bits(weights[name].contiguous()), bits)
 
 
+def test_export_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path, model_dir: Path):
+    """A model folder that was moved to a larger disk; the last thing of a run must not fail for it."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "model").symlink_to(elsewhere)
+    store(tmp_path).export(Counter(1, model_dir))
+    assert (tmp_path / "model" / "config.json").exists()
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_later_checkpoints_can_be_given_up_and_an_older_one_is_resumed(tmp_path: Path):
     directory = tmp_path / "check points"
     for step in (10, 20, 30):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,18 @@ def test_a_wait_for_the_conversion_of_another_process_has_a_deadline(place: Path
     ):
         make_universal(place, heartbeat=lambda: beats.append(1))
     assert beats
+
+
+def test_a_conversion_that_the_system_ends_can_be_tried_again(place: Path):
+    """For want of memory, say."""
+
+    def kill() -> None:
+        for child in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+
+    with pytest.raises(TemporaryError, match="killed by signal 9"):
+        make_universal(place, heartbeat=kill)
+    assert [p.name for p in place.parent.iterdir()] == ["step-00000002"]
 
 
 def test_a_conversion_that_hangs_is_ended_at_a_deadline(place: Path, monkeypatch):
