@@ -141,7 +141,16 @@ class CheckpointStore:
             CheckpointError: it is of another run or model, was written by ranks or with dtypes from which `engine` cannot
                 go on, or a file in it is missing or damaged. An older one is not taken instead: entries that went into the
                 newer one are acknowledged and would be lost without a word.
+            TemporaryError: nobody can tell what the folder holds (a link to a disk that is not mounted, for example).
         """
+        if os.path.lexists(self._directory):
+            try:
+                os.listdir(self._directory)
+            except OSError as error:
+                raise TemporaryError(
+                    f"the folder of the checkpoints cannot be listed ({error}): mount or mend it, or remove what is in its place; "
+                    "without it the run would begin again at version 0"
+                ) from error
         complete = complete_checkpoints(self._directory)
         if not complete:
             return None

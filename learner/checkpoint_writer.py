@@ -148,8 +148,8 @@ class CheckpointWriter:
     def _raise_failure(self) -> None:
         if isinstance(self._failure, OSError) and not isinstance(self._failure, AnabranchError):
             raise TemporaryError(
-                f"the checkpoint of step {self._step} cannot be written ({self._failure}): make room, then start the learner "
-                "again; it goes on from the checkpoint before"
+                f"the checkpoint of step {self._step} cannot be written ({self._failure}): mend that (make room, if the disk is "
+                "full), then start the learner again; it goes on from the checkpoint before"
             ) from self._failure
         if self._failure is not None:
             raise self._failure

@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.learner.checkpoint import give_up_above
 from anabranch.learner.checkpoint_folder import MARKER
-from anabranch.schemas.errors import CheckpointError
+from anabranch.schemas.errors import CheckpointError, TemporaryError
 from tests.checkpoint_stores import Counter, store
 
 
@@ -105,4 +105,13 @@ def test_one_that_was_copied_under_the_name_of_a_later_step(tmp_path: Path):
     place = two(tmp_path)
     shutil.copytree(place, place.with_name("step-00000009"))
     with pytest.raises(CheckpointError, match="step-00000009 holds step 2: it was renamed"):
+        store(tmp_path).load_newest(Counter())
+
+
+@pytest.mark.parametrize(
+    "put", [lambda p: p.symlink_to("elsewhere"), lambda p: p.write_bytes(b"")], ids=["link", "file"]
+)
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path, put: Callable[[Path], object]):
+    put(tmp_path / "check points")
+    with pytest.raises(TemporaryError, match=r"cannot be listed .*check points"):
         store(tmp_path).load_newest(Counter())
