@@ -20,6 +20,7 @@ says what happened, where, and what to do; it never contains a secret (`redact_u
     │   ├── SchemaVersionError          an unknown major schema version
     │   ├── TrajectoryError             a trajectory breaks a rule of its schema (non-finite number, lengths)
     │   ├── SpoolError                  a file of a producer's spool is damaged
+    │   ├── StepRecordError             the record of a step is torn or foreign
     │   ├── AppendOnlyFileError         a server's append-only file is damaged, and not by holes
     │   ├── ManifestError               a weight manifest is malformed
     │   └── DeltaError                  a weight payload is malformed, or its base or result digest is wrong
@@ -107,6 +108,10 @@ class TrajectoryError(WireError):
 
 
 class SpoolError(WireError):
+    pass
+
+
+class StepRecordError(WireError):
     pass
 
 

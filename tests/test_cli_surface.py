@@ -22,11 +22,12 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 # commands that need no more than --config and --set
 CONFIGURED = (
     "learn", "record", "config", "ledger", "weights log", "weights verify", "weights followers", "weights gc", "stream ls",
-    "dead-letter ls", "permits",
+    "dead-letter ls", "permits", "replay steps",
 )  # fmt: skip
 KINDS = {
     "weights": ("log", "show", "verify", "path", "followers", "pin", "unpin", "rollback", "gc", "keygen"),
     "dead-letter": ("ls", "show", "requeue", "drop"),
+    "replay": ("steps",),
     "stream": ("ls", "forget-group", "forget-producer", "mend-aof"),
 }
 
