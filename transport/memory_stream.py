@@ -101,6 +101,12 @@ class MemoryStream:
             idle = sorted(entry for entry, p in pending.items() if p.consumer != consumer and p.delivered_s <= before)
             return self._redeliver(group, consumer, idle, max_entries)
 
+    def look(self, *, after_id: str = "0-0", max_entries: int) -> list[Delivery]:
+        after = parse_id(after_id)
+        with self._store.changed:
+            found = sorted(entry for entry in self._store.entries if entry > after)[:max_entries]
+            return [Delivery(text_of(entry), self._store.entries[entry], 0) for entry in found]
+
     def _asked(self, group: str, consumer: str) -> ConsumerGroup:
         state = self._store.group(group)
         state.asked_s[consumer] = self._store.clock()

@@ -124,6 +124,10 @@ class RedisStream:
         args = (group, consumer, idle_ms, max_entries, counted_fate(group, LOST_FATE))
         return self._deliver(group, consumer, lambda: _deliveries(self._scripts.run("stream_claim", *args)))
 
+    def look(self, *, after_id: str = "0-0", max_entries: int) -> list[Delivery]:
+        rows = self._guard.repeat(lambda: self._client.xrange(self._stream, min=f"({after_id}", count=max_entries))
+        return [Delivery(entry_id.decode(), fields or {}, 0) for entry_id, fields in rows]
+
     def settle(self, group: str, fates: Sequence[tuple[str, str]]) -> int:
         if not fates:
             return 0

@@ -118,6 +118,10 @@ class TrajectoryStream(Protocol):
         """Take over entries that another consumer of the group has left unacknowledged for `idle_ms`."""
         ...
 
+    def look(self, *, after_id: str = "0-0", max_entries: int) -> list[Delivery]:
+        """Entries beyond `after_id` in order, for somebody who only looks: no group learns of it, and `deliveries` is 0."""
+        ...
+
     def settle(self, group: str, fates: Sequence[tuple[str, str]]) -> int:
         """Acknowledge `(entry_id, fate)` pairs and count each fate, atomically; a pair settled before is not counted
         again. Fates are "trained" or "dropped:<cause>"; for groups other than the learner's, fate "" counts nothing.

@@ -209,3 +209,16 @@ def test_a_fate_that_the_ledger_cannot_count_is_refused(backend, fate):
     with pytest.raises(UsageError, match="no fate of a group"):
         stream.settle(GROUP, [(delivery.entry_id, fate)])
     assert (stream.ledger(GROUP).pending, stream.ledger(GROUP).fates) == (1, {})
+
+
+def test_looking_changes_nothing_and_gives_every_entry_once(backend):
+    stream = backend.stream()
+    assert stream.look(max_entries=9) == []
+    put(stream, *entries(5))
+    first = stream.look(max_entries=3)
+    assert seqs(first) == [0, 1, 2]
+    assert [d.deliveries for d in first] == [0, 0, 0]
+    assert seqs(stream.look(after_id=first[-1].entry_id, max_entries=9)) == [3, 4]
+    assert stream.state().groups == ()
+    assert seqs(read(stream)) == [0, 1, 2, 3, 4]
+    assert seqs(stream.look(max_entries=9)) == [0, 1, 2, 3, 4], "whoever has read them"
