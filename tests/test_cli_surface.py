@@ -22,12 +22,14 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 # commands that need no more than --config and --set
 CONFIGURED = (
     "learn", "record", "config", "ledger", "weights log", "weights verify", "weights followers", "weights gc", "stream ls",
-    "dead-letter ls", "permits", "replay steps",
+    "dead-letter ls", "permits", "replay steps", "replay ls", "replay account",
 )  # fmt: skip
 KINDS = {
     "weights": ("log", "show", "verify", "path", "followers", "pin", "unpin", "rollback", "gc", "keygen"),
     "dead-letter": ("ls", "show", "requeue", "drop"),
-    "replay": ("steps",),
+    "replay": tuple(
+        ["ls", "show", "why", "diff", "group", "export", "sql", "rescore", "recompute", "account", "steps"]
+    ),
     "stream": ("ls", "forget-group", "forget-producer", "mend-aof"),
 }
 

@@ -8,24 +8,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from anabranch.cli import replay_look
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 from anabranch.cli.kinds import add_kinds, kind_parser
 
 _ABOUT = """\
-A learner records every step (what it trained on, and what it computed), a recorder every trajectory. These commands read those
-records; they change nothing, and may be used while the run goes on.
+A recorder keeps every trajectory, a learner a record of every step (what it trained on, and what it computed). These commands read
+those records; they change nothing, and may be used while the run goes on.
 """
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replay",
-        help="what a run recorded: its steps, looked at and computed again",
+        help="what a run recorded: trajectories and steps, looked at, explained and computed again",
         description=_ABOUT,
-        epilog="examples:\n  anabranch replay steps --config run.toml\n  anabranch replay steps --run runs/demo --last 5\n",
+        epilog="examples:\n  anabranch replay ls --run runs/demo --fate age\n  anabranch replay why 17/3 --run runs/demo\n"
+        "  anabranch replay steps --config run.toml\n",
         formatter_class=HelpFormatter,
     )
-    add_kinds(parser, (_add_steps,))
+    add_kinds(parser, (*replay_look.adders(), _add_steps))
 
 
 def _add_steps(kinds: Any) -> None:
