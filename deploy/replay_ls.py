@@ -20,6 +20,7 @@ NARROW = (
     "fate", "fate_time_ms", "step", "train_epoch", "train_version", "age", "advantage", "weight", "ratio_mean", "ratio_max",
     "kept_fraction", "loss_share",
 )  # fmt: skip
+DEEP = 2_000  # rows before a page from which on it is found by its keys
 SNIPPET = 160  # characters of a completion that a table can show
 
 
@@ -29,11 +30,17 @@ def page(
     """Rows of the page (`NARROW`, and `snippet`), and how many fit the filter. Raises UsageError: nothing to sort by."""
     where, values = wanted.where()
     order = order_by(sort)
-    rows = reader.rows(
-        f"SELECT {', '.join(NARROW)}, left(text, {SNIPPET}) AS snippet FROM trajectories WHERE {where} ORDER BY {order} "
-        f"LIMIT {int(limit)} OFFSET {int(limit) * (number - 1)}",
-        values,
-    )
+    offset = int(limit) * (number - 1)
+    window = f"ORDER BY {order} LIMIT {int(limit)} OFFSET {offset}"
+    columns = f"{', '.join(NARROW)}, left(text, {SNIPPET}) AS snippet"
+    if offset < DEEP:
+        rows = reader.rows(f"SELECT {columns} FROM trajectories WHERE {where} {window}", values)
+    else:  # which rows first, for all that stands before them is sorted too; then what they hold
+        found = f"SELECT region, entry_id, sample_index FROM trajectories WHERE {where} {window}"
+        rows = reader.rows(
+            f"SELECT {columns} FROM trajectories SEMI JOIN ({found}) USING (region, entry_id, sample_index) ORDER BY {order}",
+            values,
+        )
     (total,) = reader.rows(f"SELECT count(*) AS n FROM trajectories WHERE {where}", values)
     return rows, total["n"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.deploy import replay_ls
 from tests.commands import anabranch
 from tests.replay_runs import write_run
 
@@ -41,6 +42,14 @@ def test_pages_do_not_overlap_and_leave_nothing_out(run: Path) -> None:
         out = told(replay(run, "ls", "--json", "--limit", "4", "--page", str(page), "--sort", "reward"))
         ids += [json.loads(line)["id"] for line in out.splitlines()]
     assert len(ids) == len(set(ids)) == 14
+
+
+def test_a_deep_page_is_the_same_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ("ls", "--json", "--limit", "4", "--page", "2", "--sort", "reward:desc", "--region", "east")
+    shallow = told(replay(run, *argv))
+    monkeypatch.setattr(replay_ls, "DEEP", 1)
+    assert told(replay(run, *argv)) == shallow
+    assert len(shallow.splitlines()) == 4
 
 
 @pytest.mark.parametrize(
