@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from anabranch.consumers.parquet_writer import Entry, write_entries
 from anabranch.schemas.config import RunConfig, dump_toml
 from anabranch.schemas.fates import FateRecord
 from anabranch.schemas.metrics import EvaluationRecord, NoteRecord
@@ -87,8 +86,8 @@ class Made:
             rollouts,
         )
 
-    def entry(self) -> Entry:
-        return Entry(self.entry_id, self.seq, read_batch(encode_group(self.group())))
+    def batch(self) -> pa.RecordBatch:
+        return read_batch(encode_group(self.group()))
 
     def record(self) -> FateRecord:
         age = self.policy.version - self.sampled.version
@@ -143,18 +142,29 @@ def write_run(directory: Path, groups: Sequence[Made] = GROUPS, *, steps: bool =
 
 
 def write_recorded(directory: Path, groups: Sequence[Made], *, rows_per_file: int = 2) -> None:
+    """Files of the layout without partitions, as recorders before them left; so many groups in a file."""
     for region in PRODUCERS:
-        entries = [one.entry() for one in groups if one.region == region]
-        for at in range(0, len(entries), rows_per_file):
-            write_entries(directory / "trajectories", region, entries[at : at + rows_per_file])
+        mine = [one for one in groups if one.region == region]
+        folder = directory / "trajectories" / f"region={region}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for at in range(0, len(mine), rows_per_file):
+            part = mine[at : at + rows_per_file]
+            tables = []
+            for one in part:
+                rows = pa.Table.from_batches([one.batch()]).drop_columns(["region"]).replace_schema_metadata(None)
+                for name, value, kind in (("entry_id", one.entry_id, pa.string()), ("seq", one.seq, pa.int64())):
+                    rows = rows.append_column(name, pa.array([value] * rows.num_rows, kind))
+                tables.append(rows)
+            ids = sorted(one.entry_id for one in part)
+            pq.write_table(pa.concat_tables(tables), folder / f"{ids[0]}_{ids[-1]}.parquet")
 
 
 def write_partitioned(directory: Path, groups: Sequence[Made], *, joined: bool) -> Path:
     """One file of the layout with partitions, all of one partition; `joined`: with what the learner logged."""
     tables = []
     for one in groups:
-        entry, count = one.entry(), len(one.rewards)
-        rows = pa.Table.from_batches([entry.rows]).drop_columns(["run", "region"]).replace_schema_metadata(None)
+        count = len(one.rewards)
+        rows = pa.Table.from_batches([one.batch()]).drop_columns(["run", "region"]).replace_schema_metadata(None)
         policies = [p for p in (one.sampled, one.swapped) if p is not None]
         trained = joined and one.fate == "trained"
         values: dict[str, tuple[object, pa.DataType]] = {

@@ -11,7 +11,7 @@ from anabranch.consumers.life import UNRECORDED, Life, life_of
 from anabranch.consumers.run_reader import RunReader
 from anabranch.schemas.errors import UsageError
 from anabranch.schemas.trajectory_id import parse_id
-from tests.replay_runs import GROUPS, T0_MS, changed, write_fates, write_run, write_steps
+from tests.replay_runs import GROUPS, PRODUCERS, T0_MS, changed, write_fates, write_run, write_steps
 from tests.step_records import facts
 
 
@@ -51,7 +51,7 @@ def test_a_trained_one_from_permit_to_publication(run: Path) -> None:
 
 def test_a_time_is_given_only_where_a_record_holds_it(run: Path) -> None:
     for group in GROUPS:
-        for moment in life(run, f"{group.region}/{group.entry().name[0]}/{group.seq}/0").moments:
+        for moment in life(run, f"{group.region}/{PRODUCERS[group.region]}/{group.seq}/0").moments:
             assert (moment.time_ms is None) == (moment.record == ""), moment
             if moment.stage in ("permit", "scored", "spooled", "delivered"):
                 assert UNRECORDED in moment.words
