@@ -40,7 +40,7 @@ def test_a_run_is_read_from_its_streams_then_from_its_records(
         return [json.loads(line)["id"] for line in lines]
 
     stream = RedisStream(connect(valkey.url, deadline_s=10, what="the test Valkey"), keys)
-    put(stream, *(entry(index) for index in range(3)))
+    put(stream, *(entry(index, run=run_name) for index in range(3)))
     board = RedisRunBoard(client, keys)
     board.start()
     board.finish("all steps done")
@@ -48,7 +48,7 @@ def test_a_run_is_read_from_its_streams_then_from_its_records(
     assert ids() == expected
     assert stream.state().groups == (), "whoever looks is no reader"
     anabranch("record")
-    put(stream, entry(3))
+    put(stream, entry(3, run=run_name))
     assert ids() == expected, "the run directory, now that there is one"
     assert ids("--streams") == [*expected, "east/p/3/0", "east/p/3/1"]
     assert [group.name for group in stream.state().groups] == [RECORDER_GROUP]
