@@ -234,13 +234,3 @@ def _span(epoch: int, version: int, start: int) -> VersionSpan:
 @lru_cache(maxsize=256)
 def _policies(epochs: tuple[int, ...], versions: tuple[int, ...]) -> frozenset[PolicyVersion]:
     return frozenset(map(_policy, epochs, versions))
-
-
-_RUN, _GROUP_INDEX, _PROMPT, _TOKENS, _LOGPROBS, _SPANS, _REASON, _PROMPT_TEXT, _TEXT, _ANSWER, _STARTED = (
-    PLACES[name]
-    for name in (
-        "run", "group_index", "prompt_token_ids", "token_ids", "logprobs", "version_spans", "finish_reason", "prompt_text",
-        "text", "answer", "started_ms",
-    )
-)  # fmt: skip
-_NAMES_SIZES = slice(_RUN.size, PLACES["producer"].size + 1)

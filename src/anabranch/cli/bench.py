@@ -17,7 +17,7 @@ from anabranch.cli import (
     bench_resume,
     bench_soak,
 )
-from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
+from anabranch.cli.common import HelpFormatter, add_config_arguments, at_least, config_from
 
 
 def add_parser(subparsers: Any) -> None:
@@ -84,7 +84,7 @@ def _add_codec(kinds: Any) -> None:
         help="synthetic steps instead: 0.05 to 50 %% changed, 1M to 1B elements, or bf16, f16, f32, fp8",
     )  # fmt: skip
     codec.add_argument(
-        "--max-elements", type=_at_least_one, default=10**9, metavar="N",
+        "--max-elements", type=at_least(1), default=10**9, metavar="N",
         help="--sweep: nothing larger (default 1B: 9 GB of memory)",
     )  # fmt: skip
     codec.add_argument("--plot", type=Path, metavar="FILE", help="--sweep: draw it too (.svg, .png)")
@@ -96,7 +96,7 @@ def _add_codec(kinds: Any) -> None:
     codec.add_argument(
         "--scan", action="store_true", help="finding the changes alone, against numpy.copyto, in --json too"
     )
-    codec.add_argument("--repeats", type=_at_least_one, default=7, metavar="N", help="timed runs of each (default 7)")
+    codec.add_argument("--repeats", type=at_least(1), default=7, metavar="N", help="timed runs of each (default 7)")
     codec.add_argument(
         "--budget-s", type=float, default=20.0, metavar="S",
         help="fewer runs of a format that takes more than S seconds (default 20)",
@@ -127,7 +127,7 @@ def _add_link(kinds: Any) -> None:
     )
     link.add_argument("--rtt-ms", type=float, default=150.0, metavar="MS", help="round trip (default 150)")
     link.add_argument("--rate-mbit", type=float, default=100.0, metavar="MBIT", help="both ways (default 100)")
-    link.add_argument("--updates", type=_at_least_one, default=5, metavar="N", help="timed, of each (default 5)")
+    link.add_argument("--updates", type=at_least(1), default=5, metavar="N", help="timed, of each (default 5)")
     link.add_argument(
         "--pause-s",
         type=float,
@@ -173,7 +173,7 @@ def _add_swap(kinds: Any) -> None:
     )  # fmt: skip
     swap.add_argument("--preset", default="tiny", choices=["tiny", "smollm2"], help="default tiny")
     swap.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the engine; default that of the preset")
-    swap.add_argument("--swaps", type=_at_least_one, default=20, metavar="N", help="swaps to time (default 20)")
+    swap.add_argument("--swaps", type=at_least(1), default=20, metavar="N", help="swaps to time (default 20)")
     swap.add_argument("--density", type=float, default=0.01, metavar="F", help="share of elements (default 0.01)")
     swap.add_argument("--pairs", type=int, default=8, metavar="N", help="pairs of windows (default 8)")
     swap.add_argument("--window-s", type=float, default=10.0, metavar="S", help="length of a window (default 10)")
@@ -238,12 +238,6 @@ def _tell(text: str) -> None:
     """One line on a terminal, written over by the next. No spinner: its thread would run in what is measured."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from anabranch.cli.common import HelpFormatter
+from anabranch.cli.common import HelpFormatter, at_least
 
 
 def add_parser(kinds: Any) -> None:
@@ -24,25 +24,19 @@ def add_parser(kinds: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--only", choices=["bytes", "rollouts"], help="one of the two (default both)")
     parser.add_argument(
-        "--kb", action="append", type=_at_least_one, metavar="N", help="size of entries (default 64, 256 and 1024)"
+        "--kb", action="append", type=at_least(1), metavar="N", help="size of entries (default 64, 256 and 1024)"
     )
     parser.add_argument(
         "--persistence", action="append", choices=["none", "everysec"],
         help="of the server: in memory alone, or an append-only file synced every second (default both)",
     )  # fmt: skip
     parser.add_argument(
-        "--megabytes", type=_at_least_one, default=128, metavar="N", help="of entries, in each pass (default 128)"
+        "--megabytes", type=at_least(1), default=128, metavar="N", help="of entries, in each pass (default 128)"
     )
-    parser.add_argument("--rollouts", type=_at_least_one, default=2048, metavar="N", help="in each pass (default 2048)")
-    parser.add_argument("--rounds", type=_at_least_one, default=5, metavar="N", help="after a warm-up (default 5)")
+    parser.add_argument("--rollouts", type=at_least(1), default=2048, metavar="N", help="in each pass (default 2048)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, metavar="N", help="after a warm-up (default 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from anabranch.cli.common import add_counts
 from anabranch.cli.kinds import kind_parser
 
 ABOUT = "memory and time of log-probs with their backward pass, against log_softmax over logits"
@@ -21,25 +22,19 @@ def add_parser(kinds: Any) -> None:
     parser = kind_parser(
         kinds, "bench", "logprobs", ABOUT, "\n --rounds 5 --json\n --tokens 512 --vocabulary 32000 --entropy", MORE, run
     )
-    for name, default, about in (
-        ("tokens", 4096, "tokens"),
-        ("vocabulary", 151_936, "rows of the output head"),
-        ("hidden", 512, "width of the hidden states"),
-        ("threads", 1, "CPU threads"),
-        ("rounds", 3, "passes of each way"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=_at_least_one, default=default, metavar="N", help=f"{about} (default {default})"
-        )
+    add_counts(
+        parser,
+        (
+            ("tokens", 4096, "tokens"),
+            ("vocabulary", 151_936, "rows of the output head"),
+            ("hidden", 512, "width of the hidden states"),
+            ("threads", 1, "CPU threads"),
+            ("rounds", 3, "passes of each way"),
+        ),
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     parser.add_argument("--entropy", action="store_true", help="entropies too, both ways")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from anabranch.cli.common import add_counts
 from anabranch.cli.kinds import kind_parser
 
 ABOUT = "padding, balance over ranks, and tokens/s of packed rows and shared prompts"
@@ -27,29 +28,23 @@ def add_parser(kinds: Any) -> None:
         MORE,
         run,
     )
-    for name, default, about in (
-        ("groups", 2, "groups of the timed step"),
-        ("group-size", 8, "rollouts of each"),
-        ("prompt", 256, "tokens of a prompt"),
-        ("completion", 64, "tokens of a completion"),
-        ("budget", 8192, "positions of a microbatch (learner.micro_batch_tokens)"),
-        ("rounds", 3, "timed passes of each way"),
-        ("threads", 1, "CPU threads"),
-        ("hidden", 384, "width of the model"),
-        ("layers", 8, "layers of the model"),
-        ("vocabulary", 8192, "tokens that the model knows"),
-        ("mix", 512, "rollouts of the log-normal mix (groups of group-size)"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=_at_least_one, default=default, metavar="N", help=f"{about} (default {default})"
-        )
+    add_counts(
+        parser,
+        (
+            ("groups", 2, "groups of the timed step"),
+            ("group-size", 8, "rollouts of each"),
+            ("prompt", 256, "tokens of a prompt"),
+            ("completion", 64, "tokens of a completion"),
+            ("budget", 8192, "positions of a microbatch (learner.micro_batch_tokens)"),
+            ("rounds", 3, "timed passes of each way"),
+            ("threads", 1, "CPU threads"),
+            ("hidden", 384, "width of the model"),
+            ("layers", 8, "layers of the model"),
+            ("vocabulary", 8192, "tokens that the model knows"),
+            ("mix", 512, "rollouts of the log-normal mix (groups of group-size)"),
+        ),
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

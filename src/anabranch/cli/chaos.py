@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from anabranch.cli.common import HelpFormatter
+from anabranch.cli.common import HelpFormatter, at_least
 
 _BETWEEN_S = 5.5
 
@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         "  anabranch chaos run --program tunlink.py --scenario cut --seconds 300 --report cut.md\n",
     )
     chaos.add_argument("--program", type=Path, required=True, metavar="FILE", help="makes a link (a Python program)")
-    chaos.add_argument("--faults", type=_at_least_zero, default=25, metavar="N", help="how many (default 25)")
+    chaos.add_argument("--faults", type=at_least(0), default=25, metavar="N", help="how many (default 25)")
     chaos.add_argument("--seed", type=int, default=1, metavar="S", help="draws the faults (default 1)")
     chaos.add_argument("--sites", type=int, default=3, metavar="N", help="the hub and N−1 regions (default 3)")
     chaos.add_argument("--scenario", choices=["random", "cut", "oom"], default="random", help="default random")
@@ -90,10 +90,3 @@ def run_kinds(args: argparse.Namespace) -> int:
     for name in sorted(KINDS):
         print(f"{slug(name):42} {name}")
     return 0
-
-
-def _at_least_zero(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("at least 0")
-    return number

@@ -1,9 +1,10 @@
-"""What several commands share: configuration arguments and how they become a `RunConfig`."""
+"""What several commands share: configuration arguments and how they become a `RunConfig`, and arguments that are numbers."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,25 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=100)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The `type` of an argument that is a whole number, in decimal digits, from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
+        return int(text)
+
+    return parse
+
+
+def add_counts(parser: argparse.ArgumentParser, counts: Iterable[tuple[str, int, str]]) -> None:
+    """Options that are whole numbers from 1 on: the name of each, its default, and what it is a number of."""
+    for name, default, about in counts:
+        parser.add_argument(
+            f"--{name}", type=at_least(1), default=default, metavar="N", help=f"{about} (default {default})"
+        )
 
 
 def add_config_arguments(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.cli.common import HelpFormatter
+from anabranch.cli.common import HelpFormatter, at_least
 
 if TYPE_CHECKING:
     from anabranch.deploy.delta_encode import WrittenDelta
@@ -51,7 +51,7 @@ def _kind(kinds: Any, name: str, about: str, usage: str, examples: str) -> argpa
     )
     parser.set_defaults(run=run, error=parser.error)
     parser.add_argument(
-        "--threads", type=_at_least(1), metavar="N", help="default: all cores; memory grows by a few chunks with each"
+        "--threads", type=at_least(1), metavar="N", help="default: all cores; memory grows by a few chunks with each"
     )
     return parser
 
@@ -69,13 +69,13 @@ def _add_diff(kinds: Any) -> None:
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", required=True, help="the delta file to write")
     parser.add_argument("--anchor", action="store_true", help="a full snapshot of NEW, compressed; OLD is left out")
     parser.add_argument("--run", default="local", dest="run_name", metavar="R", help="name of the run (default local)")
-    parser.add_argument("--epoch", type=_at_least(0), default=0, metavar="E", help="epoch of the run (default 0)")
+    parser.add_argument("--epoch", type=at_least(0), default=0, metavar="E", help="epoch of the run (default 0)")
     parser.add_argument(
-        "--base-version", type=_at_least(0), metavar="V", help="version of OLD (default: one less than NEW's, or 0)"
+        "--base-version", type=at_least(0), metavar="V", help="version of OLD (default: one less than NEW's, or 0)"
     )
     parser.add_argument(
         "--version",
-        type=_at_least(0),
+        type=at_least(0),
         metavar="V",
         help="version of NEW (default: one more than OLD's, or 1; anchor: 0)",
     )
@@ -240,15 +240,6 @@ def _tell_written(out: Path, written: WrittenDelta) -> None:
             what += f", {written.size_bytes / manifest.changed_elements:.3f} bytes each"
     print(f"wrote {out}: {written.size_bytes:,} bytes, {what}")
     print(f"{manifest.base.digest if manifest.base else 'nothing'} -> {manifest.result_digest}")
-
-
-def _at_least(least: int) -> Any:
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
-        return int(text)
-
-    return parse
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
+from anabranch.cli.common import HelpFormatter, add_config_arguments, at_least, config_from
 from anabranch.cli.kinds import add_kinds, kind_parser
 
 _ABOUT = """\
@@ -47,7 +47,7 @@ def _add_log(kinds: Any) -> None:
     add_config_arguments(parser, of_a_run=True)
     parser.add_argument(
         "--last",
-        type=_at_least(1),
+        type=at_least(1),
         default=_DEFAULT_LAST,
         metavar="N",
         help=f"at most N versions (default {_DEFAULT_LAST})",
@@ -80,7 +80,7 @@ def _add_verify(kinds: Any) -> None:
     parser.add_argument("--from", dest="first", metavar="V", help="from this version on; the way to it is checked too")
     parser.add_argument("--to", dest="last", metavar="V", help="up to this version")
     parser.add_argument("--chunks-only", action="store_true", help="that all is there and intact; decode nothing")
-    parser.add_argument("--threads", type=_at_least(1), metavar="N", help="default: channel.fetch_threads")
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: channel.fetch_threads")
     parser.add_argument(
         "--producers",
         action="store_true",
@@ -88,7 +88,7 @@ def _add_verify(kinds: Any) -> None:
     )
     parser.add_argument(
         "--deadline",
-        type=_at_least(1),
+        type=at_least(1),
         default=120,
         metavar="S",
         help="how long producers are waited for (default 120)",
@@ -160,7 +160,7 @@ def _add_gc(kinds: Any) -> None:
     )  # fmt: skip
     add_config_arguments(parser, of_a_run=True)
     parser.add_argument("--dry-run", action="store_true", help="only say what would go and why the rest stays")
-    parser.add_argument("--bytes", type=_at_least(0), metavar="N", help="budget (default: channel.retain_bytes)")
+    parser.add_argument("--bytes", type=at_least(0), metavar="N", help="budget (default: channel.retain_bytes)")
     parser.add_argument(
         "--orphans", action="store_true", help="also chunks older than an hour that no manifest names (reads them all)"
     )
@@ -188,12 +188,3 @@ def run(args: argparse.Namespace) -> int:
     with hub_of(config) as hub:
         COMMANDS[args.kind](args, config, hub)
     return 0
-
-
-def _at_least(least: int) -> Any:
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
-        return int(text)
-
-    return parse
