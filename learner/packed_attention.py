@@ -1,10 +1,13 @@
 """Packed rows through a Hugging Face model: its attention asks ours, and a check at the start that it does.
 
-Invariant: a model passes `use_packed_attention` only if a sequence in a packed row comes out as it does by itself, and other
-sequences have no influence on it; no mask of a whole row is made. Held by tests/unit/learner/test_packed_attention.py.
+Invariant: a model passes `use_packed_attention` only if a sequence in a packed row comes out as it does by itself, other
+sequences have no influence on it, and each of its tokens sees all before it, however long it is; no mask of a whole row is
+made. Held by tests/unit/learner/test_packed_attention.py.
 
 Transformers calls the function registered under the name in its configuration (`_attn_implementation`), hands it the keyword
 arguments that the model was called with, and makes masks only for names it has a mask function for: there is none for ours.
+Some models ask for a sliding window in the mask alone, which ours would then not hear of. So at the start, under another name
+that has a mask function, it is seen what masks its layers get.
 """
 
 from __future__ import annotations
@@ -24,9 +27,17 @@ from anabranch.kernels.segment_kernels import FlashPlan, FlexPlan
 from anabranch.learner.model_costs import experts_of
 from anabranch.schemas.errors import ConfigError
 
-NAME = "anabranch_segments"
-# What an attention function may be asked for besides: it changes who sees whom, or how.
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
+NAME, LOOK = "anabranch_segments", "anabranch_look_for_masks"
+# What an attention function may be asked for besides, without a change of who sees whom, or how.
+_HARMLESS = (
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+)
+_LONG = 2**20  # tokens, of a model that does not say how many it takes
 
 
 class RowPlan(Protocol):
@@ -80,15 +91,41 @@ def _attention(
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    asked = [name for name in _UNKNOWN if kwargs.get(name) is not None]
-    window = kwargs.get("sliding_window")
+    window, is_causal = kwargs.pop("sliding_window", None), kwargs.pop("is_causal", None)
+    asked = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
     if window is not None and window < getattr(module.config, "max_position_embeddings", float("inf")):
         asked.append(f"sliding_window = {window}")
-    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         asked.append("attention to what comes later")
+    if attention_mask is not None:
+        asked.append("mask of the model's own")
     if asked:
         raise ConfigError(f"packed rows know no {', '.join(asked)} in attention")
     return packed_row.attend(query, key, value, scale=scaling, dropout=dropout).transpose(1, 2).contiguous(), None
+
+
+def _mask_to_look_at(
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], config: Any, **_: Any
+) -> Tensor | None:
+    """What transformers calls for the mask of a kind of layer: none where every token sees all before it and nothing else.
+
+    Args:
+        mask_function: (row, head, query, key), all int64 [], -> whether the one sees the other, bool [].
+    """
+    first, last = torch.tensor(0), torch.tensor(getattr(config, "max_position_embeddings", _LONG) - 1)
+    if mask_function(first, first, last, first) and not mask_function(first, first, first, last):
+        return None
+    return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+
+
+def _look_for_mask(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention as of padded rows, of a layer that has no mask."""
+    if attention_mask is not None:
+        window = getattr(module.config, "sliding_window", None) or getattr(module.config, "attention_chunk_size", None)
+        raise ConfigError(f"packed rows know no window, chunks or other mask in attention (sliding_window = {window})")
+    return _attention(module, query, key, value, None, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -124,6 +161,7 @@ def use_packed_attention(policy: Any, plan_rows: PlanRows) -> None:
         alone = [_hidden(policy, [*probe.prompt, *rest]) for rest in (probe.first, probe.second)]
         _register(policy.lm, name, advice)
         try:
+            _look_for_masks(policy)
             found, moved = (_packed_hidden(policy, p)[len(p.before) :] for p in (probe, other))
         except (ConfigError, TypeError) as error:
             raise ConfigError(f"{name} cannot be packed: {error}; {advice}") from error
@@ -149,14 +187,25 @@ def _apart(found: Tensor, wanted: Tensor, most: float) -> float:
 
 
 def _register(lm: Any, name: str, advice: str) -> None:
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(LOOK, _look_for_mask)
+    AttentionMaskInterface.register(LOOK, _mask_to_look_at)
     lm.set_attn_implementation(NAME)
     if lm.config.get_text_config()._attn_implementation != NAME:
         raise ConfigError(
             f"{name} cannot be packed: its attention does not go through transformers' interface; {advice}"
         )
+
+
+def _look_for_masks(policy: Any) -> None:
+    """Raises ConfigError: a mask is asked for that packed rows do not have."""
+    policy.lm.set_attn_implementation(LOOK)
+    try:
+        _hidden(policy, [0, 0])
+    finally:
+        policy.lm.set_attn_implementation(NAME)
 
 
 def _hidden(policy: Any, ids: list[int], **kwargs: Any) -> Tensor:

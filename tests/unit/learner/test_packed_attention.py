@@ -24,6 +24,11 @@ SHAPE = {
     "num_key_value_heads": 1, "max_position_embeddings": 128,
 }  # fmt: skip
 
+QWEN2_MOE = {
+    "max_window_layers": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
 
 def build(family: str, **overrides: Any) -> PolicyModule:
     config = getattr(transformers, f"{family}Config")(**(SHAPE | overrides))
@@ -43,6 +48,8 @@ def build(family: str, **overrides: Any) -> PolicyModule:
         ("Olmo2", {}),
         ("Mixtral", {"sliding_window": None, "num_local_experts": 4}),
         ("Mistral", {"sliding_window": 128}),  # as long as the longest sequence: no window
+        ("Phimoe", {"sliding_window": 128, "num_local_experts": 4}),
+        ("Qwen2Moe", QWEN2_MOE | {"sliding_window": 64}),  # it does not use it
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,7 +64,12 @@ def test_families_whose_attention_goes_through_the_interface_are_packed(family, 
     ("family", "overrides", "why"),
     [
         ("Mistral", {"sliding_window": 16}, "sliding_window = 16"),
+        # These ask for their window in the mask alone.
+        ("Phimoe", {"sliding_window": 64, "num_local_experts": 4}, "sliding_window = 64"),
+        ("Doge", {"sliding_window": 64}, "sliding_window = 64"),
+        ("Qwen2Moe", QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 64}, "sliding_window = 64"),
         ("Gemma2", {"head_dim": 16}, "softcap"),
+        ("GptOss", {"head_dim": 16, "sliding_window": 128, "num_local_experts": 4}, "s_aux"),
         ("Mamba", {"state_size": 4}, "learner.packing = false"),
         ("Bloom", {"n_head": 2}, "learner.packing = false"),
     ],
@@ -89,6 +101,17 @@ def test_a_child_that_does_not_see_its_prompt_is_found_out(monkeypatch):
     monkeypatch.setattr(SegmentPlan, "of", orphans)
     with pytest.raises(ConfigError, match="off from the same by itself"):
         use_packed_attention(build("Llama"), real)
+
+
+@pytest.mark.parametrize("asked", [{"indices": torch.zeros(1)}, {"is_causal": False}])
+def test_attention_that_is_asked_for_what_it_does_not_know_is_an_error(asked):
+    q = torch.zeros(1, 1, 3, 4)
+    row = SegmentPlan.of(np.array([[0, 3, -1]]), 3)
+    module = build("Llama").lm.model.layers[0].self_attn
+    with pytest.raises(ConfigError, match=r"indices|later"):
+        packed_attention._attention(module, q, q, q, None, packed_row=row, **asked)
+    with pytest.raises(ConfigError, match="mask of the model's own"):
+        packed_attention._attention(module, q, q, q, torch.zeros(1, 1, 3, 3), packed_row=row)
 
 
 def test_no_mask_of_the_whole_row_is_made(monkeypatch, model_dir: Path):
