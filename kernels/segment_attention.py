@@ -28,7 +28,7 @@ CALL_PAIRS = 2**13  # query-key pairs that take about as long as one more call
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """n rows of w positions to be taken from L: padded places take position 0 and give no gradient back."""
+    """n rows of w positions to be taken from L: padded places take the row's first and give no gradient back."""
 
     index: Tensor  # int64 [n·w], positions
     real: Tensor  # int64 [m], places in `index` that are not padding
@@ -146,7 +146,7 @@ def _rows(spans: Sequence[tuple[int, int]], device: torch.device | str) -> _Rows
     starts, lengths = np.array(spans, np.int64).T[:, :, None]
     offsets = np.arange(int(lengths.max()))
     valid = offsets < lengths
-    index = np.where(valid, starts + offsets, 0).reshape(-1)
+    index = np.where(valid, starts + offsets, starts).reshape(-1)  # weight 0 times a NaN of others would be one
     real = np.flatnonzero(valid)
     index_, real_, positions = (torch.from_numpy(a).to(device) for a in (index, real, index[real]))
     return _Rows(index_, real_, positions, (len(spans), len(offsets)))

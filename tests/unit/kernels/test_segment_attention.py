@@ -58,6 +58,15 @@ def test_other_segments_have_no_influence_not_even_on_rounding(dtype):
     assert torch.nonzero(changed).squeeze(1).tolist() == list(range(start, start + size))
 
 
+def test_what_is_no_number_stays_in_its_segment():
+    segments, length = row(9, (3, [5, 2]), (7, [4]), 6)
+    inputs = [x.detach() for x in qkv(length)]
+    for x in inputs:
+        x[:, :, 0] = torch.nan  # where padding might be taken from
+    found = SegmentPlan.of(segments, length).attend(*inputs).isnan().any(dim=3)[0].any(dim=0)
+    assert torch.nonzero(found).squeeze(1).tolist() == list(range(9))
+
+
 def test_the_same_row_gives_the_same_bits_with_several_threads():
     segments, length = row(*[(40, [int(n) for n in np.random.default_rng(i).integers(5, 30, 8)]) for i in range(4)])
     threads = torch.get_num_threads()
