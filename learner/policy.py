@@ -69,7 +69,10 @@ class PolicyModule(nn.Module):
         head = lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ConfigError(f"{type(lm).__name__} has no linear output head; the learner cannot train it")
+        if lm.base_model is lm:
+            raise ConfigError(f"{type(lm).__name__} does not name its part below the head; the learner cannot train it")
         self.lm = lm
+        self._longest = _longest_exact(lm.config.get_text_config())
         self.head_logprobs = HeadLogprobs(head, temperature)
         self.plan_rows: PlanRows | None = None  # set by `use_packed_attention`
 
@@ -85,7 +88,16 @@ class PolicyModule(nn.Module):
 
         Returns:
             float32 [N] log-probs with gradient, float32 [N] entropies.
+
+        Raises:
+            ModelMismatchError: a sequence is so long that its log-probs would depend on what else is in the microbatch.
         """
+        if self._longest is not None and int(position_ids.max()) >= self._longest:
+            raise ModelMismatchError(
+                f"a sequence has {int(position_ids.max()) + 1} positions or more: beyond {self._longest} {type(self.lm).__name__} "
+                "encodes positions by the longest sequence of a microbatch (its rope_type), so log-probs would not be "
+                "those of the sequence by itself; sample shorter ones"
+            )
         packed = {}
         if len(segments):
             if self.plan_rows is None:
@@ -95,7 +107,27 @@ class PolicyModule(nn.Module):
         hidden = self.lm.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed
         ).last_hidden_state
-        return self.head_logprobs(hidden.flatten(0, 1)[predecessors], targets)  # type: ignore[no-any-return]
+        return self.head_logprobs(states_at(hidden.flatten(0, 1), predecessors), targets)  # type: ignore[no-any-return]
+
+
+def states_at(states: Tensor, places: Tensor) -> Tensor:
+    """`states` [L, H] at `places` (int64 [N]), among which the end of a shared prompt is once for each completion. Its
+    gradient is their sum, added in a fixed order: each device has one way only that does so."""
+    return states[places] if states.is_cuda else states.index_select(0, places)
+
+
+def _longest_exact(config: Any) -> int | None:
+    """Positions up to which a token's place is encoded by its position alone; None: however many."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
+    limits = [
+        int(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
+        if kind.get("rope_type") == "longrope"
+        else int(config.max_position_embeddings)
+        for kind in kinds
+        if kind.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return min(limits, default=None)
 
 
 class _Rounded(torch.autograd.Function):
@@ -129,21 +161,39 @@ class MasterWeights(nn.Module):
 
 @torch.no_grad()
 def check_head(policy: PolicyModule) -> None:
-    """Compare a few log-probs with those of the model's own logits.
+    """Compare a few log-probs with those of the model's own logits, and see that nothing stands between the two.
 
     Raises:
         ModelMismatchError: they differ (soft-capped or scaled logits, for example).
     """
-    vocab = policy.lm.get_output_embeddings().weight.shape[0]
+    lm, head = policy.lm, policy.lm.get_output_embeddings()
+    vocab = head.weight.shape[0]
     ids = torch.arange(12).reshape(1, 12) * 7 % vocab
     rows = torch.empty((0, 3), dtype=torch.int64)
     ours, _ = policy(ids, torch.arange(12)[None], rows, torch.arange(11), ids[0, 1:])
-    logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1]
+    logits = lm(input_ids=ids, use_cache=False).logits[0, :-1]
     log_p = torch.log_softmax(logits.float() / policy.head_logprobs.temperature, dim=-1)
     theirs = log_p.gather(1, ids[0, 1:, None]).squeeze(1)
     worst = float((ours - theirs).abs().max())
-    if not worst < 1e-2:
+    if not worst < 1e-2 or not _passes_on(lm, head, ids):
         raise ModelMismatchError(
-            f"{type(policy.lm).__name__}: log-probs from its hidden states differ from its own logits by {worst:.3g}; "
-            "its head does more than a linear map, which the learner does not support"
+            f"{type(lm).__name__}: its head does more than a linear map (soft-capped or scaled logits, for example), which the "
+            f"learner does not support; log-probs from its hidden states differ by {worst:.3g} from its own here"
         )
+
+
+def _passes_on(lm: Any, head: nn.Linear, ids: Tensor) -> bool:
+    """Whether the model's logits are what its head gives, also where that is 64 times as much: small logits do not show a
+    cap that larger ones, later in training, meet."""
+    given: list[Tensor] = []
+
+    def amplify(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        given.append(64 * output)
+        return given[-1]
+
+    hook = head.register_forward_hook(amplify)
+    try:
+        logits = lm(input_ids=ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    return not given or torch.equal(logits.to(given[0].dtype), given[0])

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model
+from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, load_model, states_at
 from anabranch.schemas.errors import ConfigError, ModelMismatchError
 from tests.unit.learner.conftest import VOCAB
 
@@ -82,6 +82,72 @@ def test_a_head_that_does_more_than_a_linear_map_is_refused(tmp_path: Path):
     )  # fmt: skip
     with pytest.raises(ModelMismatchError, match=r"GraniteForCausalLM.*more than a linear map"):
         check_head(PolicyModule(GraniteForCausalLM(config).eval(), 1.0))
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("Gemma2", {"head_dim": 16}), ("Cohere", {"logit_scale": 0.99})])
+def test_a_cap_or_scale_is_found_where_logits_are_small_too(family: str, overrides: dict[str, object]):
+    policy = PolicyModule(build(family, **overrides), 1.0)
+    with pytest.raises(ModelMismatchError, match=rf"{family}ForCausalLM.*more than a linear map"):
+        check_head(policy)
+
+
+def build(family: str, **overrides: object):
+    import transformers
+
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": 0,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**(shape | overrides))
+        return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+
+
+def test_a_model_that_does_not_name_its_body_is_refused():
+    with pytest.raises(ConfigError, match="Llama4ForCausalLM does not name its part below the head"):
+        PolicyModule(build("Llama4Text", head_dim=16, num_local_experts=2, intermediate_size_mlp=64), 1.0)
+
+
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "longest"),
+    [
+        ("Phi3", ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}, 16),
+        ("Llama", ROPE | {"rope_type": "dynamic", "factor": 2.0}, 32),
+        ("Llama", ROPE | {"rope_type": "yarn", "factor": 2.0}, None),
+    ],
+)
+def test_positions_that_the_longest_sequence_of_a_microbatch_would_change_are_refused(family, rope, longest):
+    policy = PolicyModule(build(family, rope_parameters=rope, original_max_position_embeddings=16), 1.0)
+
+    def of_a_row(length: int) -> None:
+        ids, none = torch.arange(length)[None] % VOCAB, torch.empty((0, 3), dtype=torch.int64)
+        policy(ids, torch.arange(length)[None], none, torch.arange(3), ids[0, 1:4])
+
+    of_a_row(longest or 40)
+    if longest:
+        with pytest.raises(ModelMismatchError, match=rf"beyond {longest} {family}ForCausalLM encodes positions by"):
+            of_a_row(longest + 1)
+
+
+def test_the_gradient_at_the_end_of_a_shared_prompt_is_added_in_one_order_by_several_threads():
+    g = torch.Generator().manual_seed(0)
+    ends = torch.cat([torch.cat([torch.tensor([99]), torch.arange(100 + 60 * i, 159 + 60 * i)]) for i in range(16)])
+    upstream = torch.randn(len(ends), 64, generator=g)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = set()
+        for _ in range(30):
+            states = torch.zeros(2000, 64).requires_grad_()
+            states_at(states, ends).backward(upstream)
+            seen.add(states.grad[99].numpy().tobytes())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(seen) == 1
 
 
 def test_an_ordinary_head_passes(model_dir: Path):
