@@ -19,10 +19,19 @@ TILE_TOKENS = 4096
 SLAB_BYTES = 2**26  # glibc returns what is larger than 32 MiB to the system as soon as it is freed
 
 
-def tile_shape(tokens: int, vocabulary: int, chunk_tokens: int | None, chunk_vocabulary: int | None) -> tuple[int, int]:
-    """Tokens and entries of the vocabulary of a tile: what is asked for, else about TILE_ELEMENTS in all."""
+def tile_shape(
+    tokens: int, vocabulary: int, chunk_tokens: int | None, chunk_vocabulary: int | None, *, copied_width: int = 0
+) -> tuple[int, int]:
+    """Tokens and entries of the vocabulary of a tile: what is asked for, else about TILE_ELEMENTS in all, in the tile and in
+    what is copied of the head for it: `copied_width` for each entry, where the head is not in the wide dtype already."""
     height = max(1, min(tokens, chunk_tokens or TILE_TOKENS))
-    return height, max(1, min(vocabulary, chunk_vocabulary or max(TILE_ELEMENTS // height, 256)))
+    entries = chunk_vocabulary or max(TILE_ELEMENTS // max(height, copied_width), 256)
+    return height, max(1, min(vocabulary, entries))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which products are added up, and results come."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Logits:
@@ -32,7 +41,7 @@ class Logits:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, tile: tuple[int, int]
     ) -> None:
         self.dtype = hidden.dtype
-        self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.wide = wide_dtype(hidden.dtype)
         self.temperature = temperature
         self.weight, self.bias = weight, bias
         self.tokens, self.vocabulary = hidden.shape[0], weight.shape[0]

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from anabranch.kernels.logprob_passes import Rows, backward, forward
-from anabranch.kernels.logprob_tiles import Logits, tile_shape
+from anabranch.kernels.logprob_tiles import Logits, tile_shape, wide_dtype
 from anabranch.schemas.errors import ModelMismatchError
 
 # Of exp(logits) what is kept from the forward to the backward pass, at most: with it the peak stays below 1/8 of three times
@@ -32,7 +32,7 @@ def reference_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """What `chosen_logprobs` computes, in four lines that hold the whole [N, V]."""
     logits = F.linear(hidden, weight, bias)
-    log_p = torch.log_softmax(_wide(logits) / temperature, dim=-1)
+    log_p = torch.log_softmax(logits.to(wide_dtype(logits.dtype)) / temperature, dim=-1)
     entropy = -(log_p.exp() * log_p).sum(dim=-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy.detach()
 
@@ -66,14 +66,17 @@ def chosen_logprobs(
         the same [N] entropies in nats, without gradient; [0] where they are not wanted.
 
     Raises:
+        ValueError: the inputs do not go together; a temperature that is not above 0.
         ModelMismatchError: a target is no row of `weight`.
     """
+    _check_inputs(hidden, weight, bias, targets, temperature)
     if runs_triton(hidden.device, hidden.dtype):
         from anabranch.kernels.triton_logprobs import TritonLogprobs
 
         return TritonLogprobs.apply(hidden, weight, bias, targets, temperature, entropy)  # type: ignore[no-any-return,no-untyped-call]
-    _check(targets, weight)
-    tile = tile_shape(hidden.shape[0], weight.shape[0], chunk_tokens, chunk_vocabulary)
+    _check_targets(targets, weight)
+    copied = hidden.shape[1] if hidden.dtype != wide_dtype(hidden.dtype) else 0
+    tile = tile_shape(hidden.shape[0], weight.shape[0], chunk_tokens, chunk_vocabulary, copied_width=copied)
     keep = kept_share if torch.is_grad_enabled() else 0.0
     return _ChosenLogprobs.apply(hidden, weight, bias, targets, temperature, tile, entropy, keep)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -88,11 +91,22 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _check_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> None:
+    given = [x for x in (hidden, weight, bias) if x is not None]
+    shapes = [list(x.shape) for x in (*given, targets)]
+    if len(shapes[0]) != 2 or shapes[1:] != [
+        [len(weight), hidden.shape[1]],
+        *[[len(weight)]] * (len(given) - 2),
+        [len(hidden)],
+    ]:
+        raise ValueError(f"hidden [N, H], weight [V, H], bias [V] and targets [N] do not go together: {shapes}")
+    if len({x.dtype for x in given}) > 1 or targets.dtype != torch.int64:
+        raise ValueError(f"one floating dtype and int64 targets are wanted: {[x.dtype for x in (*given, targets)]}")
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} is not above 0")
 
 
-def _check(targets: Tensor, weight: Tensor) -> None:
+def _check_targets(targets: Tensor, weight: Tensor) -> None:
     if not targets.numel():
         return
     lowest, highest = (int(t) for t in targets.aminmax())

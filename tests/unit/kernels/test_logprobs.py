@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anabranch.kernels import logprob_tiles
 from anabranch.kernels.logprobs import chosen_logprobs, reference_logprobs
 from anabranch.schemas.errors import ModelMismatchError
 
@@ -235,3 +236,31 @@ def test_no_tensor_is_larger_than_a_tile_or_what_is_kept(entropy: bool) -> None:
     with Largest() as seen, torch.no_grad():
         chosen_logprobs(h, w, None, targets, temperature=1.0, chunk_tokens=30, chunk_vocabulary=50)
     assert seen.elements == 30 * 50  # no backward pass follows: nothing is kept
+
+
+def test_of_a_bf16_head_no_more_is_widened_than_a_tile_for_few_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprob_tiles, "TILE_ELEMENTS", 2**14)
+    h, w, _, targets = inputs(torch.bfloat16, n=2, hidden=64, vocab=1000, bias=False)
+    with Largest() as seen, torch.no_grad():
+        chosen_logprobs(h, w, None, targets, temperature=1.0)
+    assert seen.elements == 256 * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"targets": torch.zeros(6, dtype=torch.int64)}, "do not go together"),  # a log-prob would be of nothing
+        ({"hidden": torch.zeros(1, 7, 5)}, "do not go together"),
+        ({"bias": torch.zeros(10)}, "do not go together"),
+        ({"weight": torch.zeros(11, 5, dtype=torch.bfloat16)}, "one floating dtype"),  # no gradient could be written
+        ({"targets": torch.zeros(7, dtype=torch.int32)}, "int64 targets"),
+        ({"temperature": 0.0}, "temperature 0.0 is not above 0"),
+        ({"temperature": -1.0}, "not above 0"),
+        ({"temperature": math.nan}, "not above 0"),
+    ],
+)
+def test_inputs_that_do_not_go_together_are_refused(change: dict[str, Any], said: str) -> None:
+    h, w, b, targets = inputs(torch.float32)
+    given: dict[str, Any] = {"hidden": h, "weight": w, "bias": b, "targets": targets, "temperature": 1.0} | change
+    with pytest.raises(ValueError, match=said):
+        chosen_logprobs(**given)
