@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from anabranch.deploy.demo import DemoOptions, resolve
+from anabranch.deploy.demo_options import DemoOptions, resolve
 from anabranch.deploy.topology import cache_directory, program
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import AnabranchError

@@ -13,28 +13,27 @@ import shlex
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from anabranch.consumers.ledger import read_ledger
 from anabranch.deploy import run_directory, topology
 from anabranch.deploy.child import ChildSpec, Restart
+from anabranch.deploy.demo_options import DemoOptions, resolve, short_forms
 from anabranch.deploy.glyphs import log_line
 from anabranch.deploy.history import read_history
 from anabranch.deploy.live import Monitor
 from anabranch.deploy.summary import LEDGER_FILE, RUN_FILE, heldout_line, machine_facts, write_report
 from anabranch.deploy.supervisor import End, Outcome, State, Supervisor
-from anabranch.schemas.config import RunConfig, load_config
+from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import (
     EXIT_OK,
     AnabranchError,
-    ConfigError,
     StreamUnavailableError,
     UsageError,
 )
 from anabranch.transport.boards import RunBoard
-from anabranch.transport.files import read_config_text, write_atomically
+from anabranch.transport.files import write_atomically
 from anabranch.transport.metrics_log import METRICS_FILE
 from anabranch.transport.redact import redact_text
 from anabranch.transport.redis_client import connect
@@ -47,18 +46,6 @@ STOP_DEADLINE_S = 60.0  # a learner writes a checkpoint when it is told to stop
 _NO_MODEL = RunConfig().model.path
 
 
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    preset: str = "tiny"
-    name: str | None = None
-    steps: int | None = None
-    producers: int = 1
-    seed: int | None = None
-    config: Path | None = None
-    overrides: tuple[str, ...] = ()
-    keep_redis: bool = False
-
-
 def demo(options: DemoOptions) -> int:
     """Run or resume a demo; returns the exit code.
 
@@ -68,7 +55,7 @@ def demo(options: DemoOptions) -> int:
     """
     if options.producers < 1:
         raise UsageError(f"--producers {options.producers}: each region needs at least one")
-    overrides = [*options.overrides, *_short_forms(options)]
+    overrides = [*options.overrides, *short_forms(options)]
     config = resolve(options, overrides)
     directory = config.run.directory
     cache = topology.cache_directory(os.environ)
@@ -80,22 +67,6 @@ def demo(options: DemoOptions) -> int:
             print(f"{directory} is complete already", file=sys.stderr)
             return _say_result(directory, sys.stdout.isatty())
         return _Demo(options, overrides, config, cache, lock).run()
-
-
-def resolve(options: DemoOptions, overrides: list[str]) -> RunConfig:
-    """Preset < file < environment < --set. Raises ConfigError."""
-    preset = (Path(__file__).resolve().parent / "presets" / f"{options.preset}.toml").read_text(encoding="utf-8")
-    config = load_config(
-        read_config_text(options.config),
-        source=str(options.config or "configuration"),
-        beneath=preset,
-        environ=os.environ,
-        overrides=overrides,
-    )
-    for region in config.regions:
-        if region != region.lower() or "__" in region:
-            raise ConfigError(f"region {region!r}: a demo's region has no capital letter and no '__' in its name")
-    return config
 
 
 class _Demo:
@@ -264,20 +235,6 @@ class _Demo:
         say(f"anabranch demo: {outcome.line}{progress}")
         if outcome.end is not End.FAILED:
             say(f"go on with: anabranch demo --name {self._config.run.name} and the same settings")
-
-
-def _short_forms(options: DemoOptions) -> list[str]:
-    """--name, --steps and --seed as --set; a run without a name is called after its preset and the time."""
-    short = []
-    if options.steps is not None:
-        short.append(f"learner.steps={options.steps}")
-    if options.seed is not None:
-        short.append(f"run.seed={options.seed}")
-    named = any(o.partition("=")[0].strip() == "run.name" for o in options.overrides)
-    if options.name is not None or not named:
-        name = options.name or f"{options.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-        short.append(f"run.name={json.dumps(name)}")
-    return short
 
 
 def _answers(url: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import xxhash
 
-from anabranch.deploy.demo import DemoOptions, resolve
+from anabranch.deploy.demo_options import DemoOptions, resolve
 from anabranch.deploy.lag_measures import Measuring
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.config.correction import Objective

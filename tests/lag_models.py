@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from anabranch.deploy.demo import DemoOptions, resolve
+from anabranch.deploy.demo_options import DemoOptions, resolve
 from anabranch.learner.tiny_model import TinyShape, build_model, save_checkpoint
 from anabranch.producers.environments import Problem
 from anabranch.schemas.config import RunConfig

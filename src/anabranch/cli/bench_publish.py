@@ -28,7 +28,7 @@ def add_parser(kinds: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from anabranch.deploy.bench_loop import preset_config
-    from anabranch.deploy.demo import DemoOptions, resolve
+    from anabranch.deploy.demo_options import DemoOptions, resolve
     from anabranch.learner.bench_publish import bench_publish
 
     model = preset_config(args.preset).model.path

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from anabranch.deploy.bench_loop import preset_config
-    from anabranch.deploy.demo import DemoOptions, resolve
+    from anabranch.deploy.demo_options import DemoOptions, resolve
     from anabranch.learner.bench_resume import as_json, bench_resume
 
     if not 0 < args.resumes < args.steps:

@@ -43,7 +43,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from anabranch.deploy.demo import DemoOptions, demo
+    from anabranch.deploy.demo import demo
+    from anabranch.deploy.demo_options import DemoOptions
 
     return demo(
         DemoOptions(

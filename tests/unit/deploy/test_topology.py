@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.deploy import topology
-from anabranch.deploy.demo import DemoOptions, resolve
+from anabranch.deploy.demo_options import DemoOptions, resolve
 from anabranch.schemas.config import load_config
 from anabranch.schemas.errors import ConfigError
 
