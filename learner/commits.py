@@ -1,4 +1,4 @@
-"""Rank 0's part of publishing: wait for what the ranks have left, add up their digests, commit the manifest.
+"""Rank 0's part of publishing: of what the ranks have left (`RankShares`), add up the digests and commit the manifest.
 
 Invariant: a manifest is committed only when every rank's share of it is stored; it is made once, so a commit that is
 tried again is of the very same bytes. What is made in the background (skips, anchors beside a delta) is committed when
@@ -23,8 +23,9 @@ from anabranch.learner.compactor import NO_MEMORY
 from anabranch.learner.fork_way import Way
 from anabranch.learner.known_entries import KnownEntries
 from anabranch.learner.publish_order import AnchorOrder, EpochOpening
-from anabranch.learner.share_record import ShareRecord, read_record
-from anabranch.schemas.errors import ConfigError, DeadlineError, ManifestError, TemporaryError
+from anabranch.learner.rank_shares import RankShares, poll_s
+from anabranch.learner.share_record import ShareRecord
+from anabranch.schemas.errors import ManifestError, TemporaryError
 from anabranch.schemas.layout import Layout, root_digest
 from anabranch.schemas.manifest import Base, Kind, Manifest
 from anabranch.schemas.versions import PolicyVersion
@@ -34,11 +35,9 @@ from anabranch.transport.signing import Signer
 from anabranch.transport.weight_channel import WeightChannel
 
 T = TypeVar("T")
-POLL_S = 0.01
 BACKGROUND_POLL_S = 0.05
 GIVE_UP_S = 600.0  # on a skip or an anchor whose other shares do not come
 LATEST = 1000  # versions behind the head, beyond the longest skip, at which a skip or an anchor can still be committed
-PATIENCE = 2  # times connect_deadline_s, for the shares of other ranks: they retry for one of it themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,9 @@ class Commits:
         self._world_size, self._reach, self._deadline_s = world_size, reach, deadline_s
         self._threads, self._progress = threads, progress
         self._signer, self._on_committed, self._should_stop = signer, on_committed, should_stop
+        self._shares = RankShares(
+            channel, world_size=world_size, deadline_s=deadline_s, signer=signer, should_stop=should_stop
+        )
         self._sums: dict[int, Sums] = dict.fromkeys(range(len(layout.tensors)), NOTHING)
         self._tensor_digests = {t.name: digest_of_sums(NOTHING) for t in layout.tensors}
         self._elements = sum(t.numel for t in layout.tensors)
@@ -87,7 +89,7 @@ class Commits:
         """The version on the channel whose state ours is (the epoch begins as its fork), None if there is none that who
         has nothing can reach. Collects the sums of all shares and leaves the layout."""
         self._call(lambda: self._channel.put_layout(self._layout), "to store the layout")
-        self._add(self._complete(own))
+        self._add(self._shares.complete(own))
         version, digest = self._opening.fork_version, self._digest()
         entries = self._call(self._channel.index, "to read the index")
         self._known = KnownEntries(entries, reach=self._reach)
@@ -106,12 +108,12 @@ class Commits:
         step = self._opening.step
         if fork is not None:
             return self._commit(self._manifest("fork", self._opening.fork_version, fork, step, []))
-        records = self._complete(own)
+        records = self._shares.complete(own)
         return self._commit(self._manifest("anchor", self._opening.fork_version, None, step, records))
 
     def commit_step(self, own: ShareRecord, step: int) -> Manifest:
         """Wait for the other ranks, then move the head to the version of `own`."""
-        records = self._complete(own)
+        records = self._shares.complete(own)
         self._add(records)
         version = own.version
         self._digests[version] = self._digest()
@@ -158,7 +160,7 @@ class Commits:
             return early_s
         if self._world_size > 1:  # else nobody has to be asked
             now = time.monotonic()
-            self._look_at_s = now + _poll_s(BACKGROUND_POLL_S, now - self._waiting[0].since_s)
+            self._look_at_s = now + poll_s(BACKGROUND_POLL_S, now - self._waiting[0].since_s)
         for _ in range(len(self._waiting)):
             made = self._waiting.popleft()
             try:
@@ -176,7 +178,7 @@ class Commits:
     def _settled(self, made: Background) -> bool:
         """Committed, or given up."""
         label = made.own.label
-        records = self._records(made.own) if not made.own.declined else [made.own]
+        records = self._shares.present(made.own) if not made.own.declined else [made.own]
         declined = next((r for r in records if r.declined), None)
         if declined is not None:
             if made.kind == "anchor" and declined.declined == NO_MEMORY:
@@ -185,7 +187,7 @@ class Commits:
             return True
         if len(records) < self._world_size:
             if time.monotonic() - made.since_s > GIVE_UP_S:
-                self._give_up(made, records, f"{label} {made.own.policy}: {self._missing(records)} did not come")
+                self._give_up(made, records, f"{label} {made.own.policy}: {self._shares.missing(records)} did not come")
                 return True
             return False
         base = None if made.base is None else self._base(made.base)
@@ -202,47 +204,8 @@ class Commits:
             self._anchor_ordered = False
         with contextlib.suppress(TemporaryError):  # else they expire after some hours
             self._channel.disown(chunk.digest for record in records for chunk in record.chunks)
-        self._drop_shares(made.own.policy, made.own.label)
+        self._shares.drop(made.own.policy, made.own.label)
         structlog.get_logger().debug("not made", manifest=f"{made.own.label} {made.own.policy}", why=why)
-
-    def _complete(self, own: ShareRecord) -> list[ShareRecord]:
-        """The records of all ranks. Raises DeadlineError naming the ranks that are missing; ConfigError or TemporaryError
-        when one says that it has failed."""
-        deadline_s = PATIENCE * self._deadline_s
-        started_s = time.monotonic()
-        while True:
-            records = self._call(lambda: self._records(own), f"to read the shares of version {own.version}")
-            if (failed := next((r for r in records if r.declined), None)) is not None:
-                raise (ConfigError if failed.lasting else TemporaryError)(
-                    f"rank {failed.rank} of the learner cannot store its share of {own.label} {own.policy}: "
-                    f"{failed.declined}"
-                )
-            if len(records) == self._world_size:
-                return records
-            waited_s = time.monotonic() - started_s
-            if waited_s > deadline_s or self._should_stop():
-                raise DeadlineError.waiting_for(
-                    f"{self._missing(records)} of the learner to store the share of {own.label} {own.policy}",
-                    deadline_s,
-                    "see the log of that rank",
-                )
-            time.sleep(_poll_s(POLL_S, waited_s))
-
-    def _records(self, own: ShareRecord) -> list[ShareRecord]:
-        """What is there so far, by rank. Raises ManifestError, and TemporaryError if the hub does not answer."""
-        if self._world_size == 1:
-            return [own]
-        texts = self._channel.shares(own.policy, own.label)
-        others = [
-            read_record(texts[rank], run=own.run, policy=own.policy, label=own.label, rank=rank, signer=self._signer)
-            for rank in range(1, self._world_size)
-            if rank in texts
-        ]
-        return [own, *others]
-
-    def _missing(self, records: list[ShareRecord]) -> str:
-        absent = sorted(set(range(self._world_size)) - {r.rank for r in records})
-        return ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
 
     def _add(self, records: list[ShareRecord]) -> None:
         grown: set[int] = set()
@@ -296,19 +259,9 @@ class Commits:
         self._known.add(IndexEntry.of(manifest))
         if manifest.kind == "anchor":
             self._anchor_ordered = False
-        self._drop_shares(manifest.policy, manifest.label)
+        self._shares.drop(manifest.policy, manifest.label)
         self._on_committed(manifest)
-
-    def _drop_shares(self, policy: PolicyVersion, label: str) -> None:
-        if self._world_size > 1:
-            with contextlib.suppress(TemporaryError):  # else they expire after some minutes
-                self._channel.drop_shares(policy, label)
 
     def _call(self, call: Callable[[], T], why: str) -> T:
         what = f"the hub's Redis, {why}"
         return retry_until(call, deadline_s=self._deadline_s, what=what, should_stop=self._should_stop)
-
-
-def _poll_s(least_s: float, waited_s: float) -> float:
-    """Records may have megabytes: whoever has waited long looks less often."""
-    return min(2.0, max(least_s, waited_s / 20))

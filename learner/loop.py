@@ -39,7 +39,6 @@ from anabranch.transport.wiring import Hub
 T = TypeVar("T")
 STATUS_EVERY_S = 0.5
 ADVANCE_EVERY_S = 5.0
-SMOOTHING = 0.2  # of the reward that is compared with learner.target_reward
 
 
 class LearnerLoop:
@@ -83,7 +82,7 @@ class LearnerLoop:
         """Train until the configured steps are done, the target is reached or `should_stop()`; returns which."""
         learner = self._config.learner
         ended = self._memory.finished(self._engine.step) if self._resumed else None
-        if ended is not None and (self._engine.step >= learner.steps or self._reached_target()):
+        if ended is not None and (self._engine.step >= learner.steps or self._progress.reached(learner.target_reward)):
             return self._finish(ended)  # it died after the last evaluation; the producers may have ended already
         publisher = self._publisher = self._open_epoch()
         try:
@@ -100,7 +99,7 @@ class LearnerLoop:
         self._open_permits(self._config.learner.steps * learner.groups_per_step)
         reason = "all steps done"
         while self._engine.step < learner.steps:
-            if self._reached_target():
+            if self._progress.reached(learner.target_reward):
                 reason = f"target reward {learner.target_reward} reached"
                 break
             if not self._one_step(publisher, should_stop):
@@ -202,8 +201,7 @@ class LearnerLoop:
         self._set_state(LearnerState.PUBLISHING)
         publish_s = self._engine.publish(publisher, output.step)
         progress.version = output.step
-        smoothed, mean = progress.smoothed_reward, float(batch.rewards.mean())
-        progress.smoothed_reward = mean if smoothed is None else smoothed + SMOOTHING * (mean - smoothed)
+        progress.saw_reward(float(batch.rewards.mean()))
         seconds = {"step_s": step_s, "publish_s": publish_s, "checkpoint_s": self._checkpointing.seconds()}
         self._metrics.append(self._record(fed, batch, output, publisher.published, **seconds))
         if output.step % learner.checkpoint_every == 0:
@@ -281,10 +279,6 @@ class LearnerLoop:
             steps_here=output.step - self._progress.fork_version,
             **seconds,
         )
-
-    def _reached_target(self) -> bool:
-        target, smoothed = self._config.learner.target_reward, self._progress.smoothed_reward
-        return target is not None and smoothed is not None and smoothed >= target
 
     def _set_state(self, state: LearnerState, waiting_for: str = "") -> None:
         self._heartbeat()

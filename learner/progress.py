@@ -10,6 +10,8 @@ from anabranch.learner.ledger_watch import LedgerWatch
 from anabranch.schemas.metrics import LearnerStatus
 from anabranch.schemas.versions import PolicyVersion
 
+SMOOTHING = 0.2  # of the reward that is compared with learner.target_reward
+
 
 class LearnerState(enum.Enum):
     STARTING = "starting"
@@ -32,6 +34,15 @@ class Progress:
     @property
     def policy(self) -> PolicyVersion:
         return PolicyVersion(self.epoch, self.version)
+
+    def saw_reward(self, mean: float) -> None:
+        """Of a step's batch."""
+        before = self.smoothed_reward
+        self.smoothed_reward = mean if before is None else before + SMOOTHING * (mean - before)
+
+    def reached(self, target: float | None) -> bool:
+        """Whether there is a target reward, and the smoothed one is there."""
+        return target is not None and self.smoothed_reward is not None and self.smoothed_reward >= target
 
 
 def learner_status(

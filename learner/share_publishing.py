@@ -21,9 +21,10 @@ from anabranch.kernels.delta_codec import encode_job
 from anabranch.kernels.delta_plan import Source, plan_jobs
 from anabranch.kernels.digest import NOTHING, Sums, add_sums, tensor_sums
 from anabranch.kernels.workers import Workers
-from anabranch.learner.commits import PATIENCE, POLL_S, Commits
+from anabranch.learner.commits import Commits
 from anabranch.learner.compactor import Compactor, Outcome
 from anabranch.learner.publish_order import AnchorOrder, EpochOpening, PublishOrder
+from anabranch.learner.rank_shares import PATIENCE, POLL_S
 from anabranch.learner.share_record import DECISION, OPENING, ShareRecord, read_record
 from anabranch.learner.shares import ShareImage
 from anabranch.learner.uploads import Uploads

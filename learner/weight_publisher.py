@@ -18,10 +18,10 @@ from functools import partial
 from queue import Empty, Queue
 
 from anabranch.kernels.workers import Workers
-from anabranch.learner.commits import PATIENCE
 from anabranch.learner.housekeeper import Housekeeper
 from anabranch.learner.publish_order import AnchorOrder, EpochOpening, Published, PublishOrder
 from anabranch.learner.publish_worker import PublishWorker
+from anabranch.learner.rank_shares import PATIENCE
 from anabranch.learner.share_publishing import Share, SharePublishing
 from anabranch.schemas.config import ChannelSection
 from anabranch.schemas.manifest import Manifest
