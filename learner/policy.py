@@ -177,8 +177,8 @@ def check_head(policy: PolicyModule) -> None:
     worst = float((ours - theirs).abs().max())
     if not worst < 1e-2 or not _passes_on(lm, head, ids):
         raise ModelMismatchError(
-            f"{type(lm).__name__}: its head does more than a linear map (soft-capped or scaled logits, for example), which the "
-            f"learner does not support; log-probs from its hidden states differ by {worst:.3g} from its own here"
+            f"{type(lm).__name__}: its head does more than a linear map, which the learner does not support: soft-capped or "
+            f"scaled logits, for example (log-probs from its hidden states differ by {worst:.3g} from its own)"
         )
 
 
