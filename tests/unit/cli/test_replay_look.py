@@ -18,6 +18,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("look") / "run")
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide, wherever the tests run."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 def replay(run: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return anabranch("replay", *argv, "--run", str(run))
 
