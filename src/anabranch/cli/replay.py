@@ -13,8 +13,8 @@ from anabranch.cli.common import HelpFormatter, add_config_arguments, config_fro
 from anabranch.cli.kinds import add_kinds, kind_parser
 
 _ABOUT = """\
-A recorder keeps every trajectory, a learner a record of every step (what it trained on, and what it computed). These commands read
-those records; they change nothing, and may be used while the run goes on.
+A recorder keeps every trajectory, a learner the fate of every group. These commands read those records; they change nothing, and may be
+used while the run goes on. Records of steps are read where there are some; no learner writes them yet.
 """
 
 
