@@ -12,6 +12,7 @@ Order of calls, the same on every rank: `open`, then `publish` of every version;
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +24,9 @@ from anabranch.learner.publish_order import AnchorOrder, EpochOpening, Published
 from anabranch.learner.publish_worker import PublishWorker
 from anabranch.learner.rank_shares import PATIENCE
 from anabranch.learner.share_publishing import Share, SharePublishing
+from anabranch.learner.version_lines import VersionLines
 from anabranch.schemas.config import ChannelSection
+from anabranch.schemas.errors import TemporaryError
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.versions import PolicyVersion
 from anabranch.schemas.weight_index import IndexEntry
@@ -43,6 +46,7 @@ class WeightPublisher:
     Args:
         connect: makes a connection of its own to the hub; called in the threads that use it.
         on_committed: rank 0: called in the publishing thread after the commit of every step, with its own hub.
+        lines: rank 0: where every committed manifest is told of.
         waiting: called every now and then with what a method waits for; may be set later.
     """
 
@@ -54,8 +58,10 @@ class WeightPublisher:
         opening: EpochOpening,
         *,
         on_committed: Callable[[Hub, PolicyVersion], object] = lambda hub, policy: None,
+        lines: VersionLines | None = None,
         waiting: Callable[[str], object] = lambda what: None,
     ) -> None:
+        self._lines = lines
         self._share, self._connect, self._config, self._opening = share, connect, config, opening
         self._on_committed, self.waiting = on_committed, waiting
         self._signer = load_signer(config.signing_key_file) if config.signing_key_file else None
@@ -64,6 +70,7 @@ class WeightPublisher:
         self._due = Queue[AnchorOrder]()  # from the publishing thread to `next_order`
         self.published: Published | None = None  # rank 0: the newest version on the channel
         self._hub: Hub | None = None  # of the publishing thread, as is what follows
+        self._began_s: float | None = None  # when the copy of the weights was there that is being published
         self._publishing: SharePublishing | None = None
         self._dropped = Queue[Sequence[IndexEntry]]()  # from the housekeeper to the publishing thread
         self._housekeeper = (
@@ -140,17 +147,21 @@ class WeightPublisher:
     # In the publishing thread.
 
     def _open(self, started_s: float) -> None:
-        self._hub = self._connect()
+        self._hub, self._began_s = self._connect(), started_s
         self._publishing = SharePublishing(
             self._share, self._hub, self._config, self._opening,
             signer=self._signer, threads=self._threads, on_manifest=self._on_manifest,
             progress=self._worker.progress, stopping=self._worker.stopping,
         )  # fmt: skip
         self._report(self._publishing.begin(self._snapshot, self._free_snapshot), started_s)
+        if self._lines is not None:
+            with contextlib.suppress(TemporaryError):  # the next epoch tries it again
+                self._lines.catch_up(self._hub.channel)
 
     def _publish(self, order: PublishOrder, started_s: float) -> None:
         assert self._publishing is not None
         assert self._hub is not None
+        self._began_s = started_s
         manifest = self._publishing.publish(order, self._snapshot, self._free_snapshot)
         self._report(manifest, started_s)
         if manifest is not None:
@@ -169,10 +180,14 @@ class WeightPublisher:
             self._due.put(due)
 
     def _report(self, manifest: Manifest | None, started_s: float) -> None:
+        self._began_s = None
         if manifest is not None:
             self.published = Published(manifest, time.monotonic() - started_s)
 
     def _on_manifest(self, manifest: Manifest) -> None:
+        if self._lines is not None:
+            beside = self._began_s is None or manifest.kind == "skip"
+            self._lines.append(manifest, commit_s=None if beside else time.monotonic() - self._began_s)
         if self._housekeeper is not None:
             self._housekeeper.committed(manifest.payload_bytes)
 

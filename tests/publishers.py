@@ -14,6 +14,7 @@ from anabranch.kernels.delta_dtypes import Bits, uint_dtype
 from anabranch.kernels.digest import tensor_digest
 from anabranch.learner.publish_order import EpochOpening
 from anabranch.learner.shares import ArrayShare
+from anabranch.learner.version_lines import VersionLines
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import ChannelSection
 from anabranch.schemas.layout import Layout, root_digest
@@ -57,6 +58,7 @@ class Ranks:
         connect: Callable[[], Hub] | None = None,
         missing: Iterable[int] = (),
         on_committed: Callable[[Hub, PolicyVersion], object] = lambda hub, policy: None,
+        lines: VersionLines | None = None,
         **config: Any,
     ) -> None:
         self.layout, self.state, self.version = layout, state, fork_version
@@ -70,6 +72,7 @@ class Ranks:
                 section,
                 opening,
                 on_committed=on_committed,
+                lines=lines if rank == 0 else None,
             )
             for rank in range(world_size)
             if rank not in set(missing)
