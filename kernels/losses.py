@@ -53,7 +53,19 @@ def token_weights(lengths: Tensor, aggregation: Aggregation, *, max_tokens: int 
 
 
 def token_loss(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tuple[Tensor, Tensor]:
-    """The loss of some rollouts of a batch, −Σ weight·γ^lag·(J − penalty), and the tokens that carry gradient of J.
+    """The loss of some rollouts of a batch, −Σ `token_terms`, and the tokens that carry gradient of J.
+
+    Args and second result: as `token_terms`.
+
+    Returns:
+        scalar loss with gradient; bool [N] of kept tokens.
+    """
+    terms, kept = token_terms(tokens, weights, config)
+    return -terms.sum(), kept
+
+
+def token_terms(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tuple[Tensor, Tensor]:
+    """What each token adds to the objective, weight·γ^lag·(J − penalty), and the tokens that carry gradient of J.
 
     J is the configured objective (`objectives.objective_of`). The penalty pulls a drifted token back towards the behaviour
     policy, so it also acts on tokens that J masks; a vetoed trajectory is out of both terms. What is masked, and what γ^lag
@@ -70,7 +82,7 @@ def token_loss(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tu
         weights: [R], of the dtype of the tokens' floats; as `token_weights` of the whole batch.
 
     Returns:
-        scalar loss with gradient; bool [N] of kept tokens.
+        [N] with gradient; bool [N] of kept tokens.
     """
     in_loss = ~tokens.spread(veto(tokens, low=config.veto_low, high=config.veto_high))
     tokens = _only(tokens, in_loss)
@@ -86,7 +98,7 @@ def token_loss(tokens: Tokens, weights: Tensor, config: CorrectionSection) -> tu
     weight = tokens.spread(weights)
     if config.age_weight < 1:
         weight = weight * lag_weight(tokens.lags, config.age_weight, weight.dtype)
-    return -(value * weight).sum(), kept & in_loss
+    return value * weight, kept & in_loss
 
 
 def _only(tokens: Tokens, in_loss: Tensor) -> Tokens:

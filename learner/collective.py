@@ -22,6 +22,7 @@ from anabranch.learner.batch import TrainBatch
 from anabranch.learner.distribute import broadcast_bytes, receive_bytes, send_bytes
 from anabranch.learner.engine import LearnerEngine
 from anabranch.learner.publish_order import EpochOpening, PublishOrder
+from anabranch.learner.record_order import RecordOrder
 from anabranch.learner.step import StepOutput, StepShare
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.errors import AnabranchError
@@ -72,12 +73,13 @@ class CollectiveEngine:
     def learning_rate(self, step: int) -> float:
         return self._engine.learning_rate(step)
 
-    def train_step(self, batch: TrainBatch) -> StepOutput:
+    def train_step(self, batch: TrainBatch, order: RecordOrder | None = None) -> StepOutput:
+        """One step on `batch`, which every rank records as `order` says. Raises as `LearnerEngine.train_share`."""
         shares = self._engine.plan(batch)
-        self._announce(Op.STEP)
+        self._announce(Op.STEP, b"" if order is None else order.to_bytes())
         for rank in range(1, self._world_size):
             send_bytes(shares[rank].to_bytes(), rank)
-        return self._engine.train_share(shares[0])
+        return self._engine.train_share(shares[0], order)
 
     def state_bits(self) -> dict[str, NDArray[Any]]:
         self._announce(Op.STATE)
@@ -127,7 +129,8 @@ def follow(engine: LearnerEngine, make_publisher: MakePublisher = _no_publisher)
             message = broadcast_bytes(None)
             op, payload = Op(message[0]), message[1:]
             if op is Op.STEP:
-                engine.train_share(StepShare.from_bytes(receive_bytes()))
+                order = RecordOrder.from_bytes(payload) if payload else None
+                engine.train_share(StepShare.from_bytes(receive_bytes()), order)
             elif op is Op.STATE:
                 engine.state_bits()
             elif op is Op.SAVE:

@@ -9,6 +9,7 @@ tests/e2e/test_learner_engine.py.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,13 @@ from anabranch.learner.policy import MasterWeights, PolicyModule, check_head, lo
 from anabranch.learner.quiet import import_deepspeed, quiet, without_deprecations
 from anabranch.learner.random_state import seed_everything
 from anabranch.learner.recompute import recompute_layers
+from anabranch.learner.record_order import RecordOrder
 from anabranch.learner.row_layout import RowLayout
 from anabranch.learner.schedule import learning_rate
 from anabranch.learner.step import StepOutput, StepShare, plan_step
 from anabranch.learner.step_gate import StepGate
+from anabranch.learner.step_observer import StepObserver
+from anabranch.learner.step_recorder import RecordedStep, StepRecorder
 from anabranch.learner.update import Updater
 from anabranch.learner.weights import PublishedWeights
 from anabranch.schemas.config import CorrectionSection, GateSection, LearnerSection
@@ -66,6 +70,7 @@ class LearnerEngine:
         max_tokens: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        recorder: StepRecorder | None = None,
         heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
         """Load the model and start DeepSpeed.
@@ -75,6 +80,7 @@ class LearnerEngine:
             temperature: at which rollouts are sampled; logits are divided by it.
             max_tokens: longest completion that can be sampled; the constant of aggregation "constant".
             rank, world_size: this process among the learner's ranks (see `distribute`).
+            recorder: of this rank; writes the records that `train_share` is ordered to make.
             heartbeat: called before every microbatch, so that a long step is not taken for a hung one.
 
         Raises:
@@ -90,7 +96,7 @@ class LearnerEngine:
         self._learner, self._correction = learner, correction
         self._max_tokens = max_tokens
         self._rank, self._world_size = rank, world_size
-        self._heartbeat = heartbeat
+        self._recorder, self._heartbeat = recorder, heartbeat
         self.model_dir = model_dir
         self.step = 0
 
@@ -166,8 +172,8 @@ class LearnerEngine:
         """`train_share` where every rank holds the whole batch."""
         return self.train_share(self.plan(batch)[self._rank])
 
-    def train_share(self, share: StepShare) -> StepOutput:
-        """One step; `share` is this rank's of `plan`.
+    def train_share(self, share: StepShare, order: RecordOrder | None = None) -> StepOutput:
+        """One step; `share` is this rank's of `plan`. It is recorded if there is an order and a recorder, also if a gate stops it.
 
         Raises:
             GateError: a gate says stop, or loss or gradient is not finite (unless `gates.non_finite_action` is skip). Nothing
@@ -177,8 +183,14 @@ class LearnerEngine:
         lr = self.learning_rate(step)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        with without_deprecations():
-            outputs = list(self._updater.run(share, step=step))
+        observer = None if order is None or self._recorder is None else StepObserver(self._correction)
+        started = time.monotonic()
+        try:
+            with without_deprecations():
+                outputs = list(self._updater.run(share, step=step, observer=observer))
+        finally:
+            if order is not None and observer is not None and observer.updates:
+                self._record(share, order, observer, lr=lr, step_s=time.monotonic() - started)
         self.step = step
         facts = [update.facts for update in share.updates]
         skipped = [f.group_indices for f, output in zip(facts, outputs, strict=True) if not output.applied]
@@ -188,6 +200,13 @@ class LearnerEngine:
             groups=sum(len(f.group_indices) for f in facts), skipped_groups=tuple(itertools.chain(*skipped)),
             alarms=tuple(itertools.chain(*(output.alarms for output in outputs))),
         )  # fmt: skip
+
+    def _record(
+        self, share: StepShare, order: RecordOrder, observer: StepObserver, *, lr: float, step_s: float
+    ) -> None:
+        assert self._recorder is not None
+        facts = [update.facts for update in share.updates]
+        self._recorder.put(RecordedStep(order, facts, observer.updates, lr, time.time_ns() // 1_000_000, step_s))
 
     def state_bits(self) -> dict[str, NDArray[Any]]:
         """All weights as a checkpoint would store them, gathered: name -> flat unsigned-integer array (uint16 for bfloat16,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -22,27 +22,29 @@ from anabranch.learner.checkpointing import Checkpointing
 from anabranch.learner.collective import CollectiveEngine
 from anabranch.learner.evaluation import evaluate
 from anabranch.learner.feed import FedBatch, Feed
+from anabranch.learner.hub_calls import HubCalls
 from anabranch.learner.ledger_watch import LedgerWatch
 from anabranch.learner.progress import LearnerState, Progress, learner_status
 from anabranch.learner.publish_order import EpochOpening, Published
+from anabranch.learner.record_order import RecordOrder
 from anabranch.learner.records import step_record
 from anabranch.learner.run_memory import RunMemory
 from anabranch.learner.step import StepOutput
+from anabranch.learner.step_recorder import StepRecorder
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.errors import TemporaryError
 from anabranch.schemas.metrics import NoteRecord, StepRecord
 from anabranch.transport.metrics_log import MetricsLog
-from anabranch.transport.retry import retry_until, sleep_alive
 from anabranch.transport.wiring import Hub
 
-T = TypeVar("T")
 STATUS_EVERY_S = 0.5
 ADVANCE_EVERY_S = 5.0
 
 
 class LearnerLoop:
-    """Rank 0's loop. `resumed` is the client state of the checkpoint that `engine` was loaded from, if any."""
+    """Rank 0's loop. `resumed` is the client state of the checkpoint that `engine` was loaded from, if any; `recorder` is the
+    engine's: with one, every step is recorded."""
 
     def __init__(
         self,
@@ -56,11 +58,13 @@ class LearnerLoop:
         *,
         watch: LedgerWatch,
         resumed: dict[str, Any] | None,
+        recorder: StepRecorder | None = None,
         heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._feed, self._hub = engine, feed, hub
         self._memory, self._metrics, self._config, self._resumed = memory, metrics, config, resumed
-        self._heartbeat, self._watch = heartbeat, watch
+        self._heartbeat, self._watch, self._recorder = heartbeat, watch, recorder
+        self._hub_call = HubCalls(deadline_s=config.channel.connect_deadline_s, heartbeat=heartbeat)
         self._progress = Progress(
             epoch=(resumed or {}).get("epoch", 0),
             version=engine.step,
@@ -191,7 +195,9 @@ class LearnerLoop:
             [a.group for a in fed.arrivals], now=progress.policy, forks=self._forks,
             max_age=self._config.correction.max_age,
         )  # fmt: skip
-        output = self._engine.train_step(batch)
+        record = self._recorder is not None
+        order = RecordOrder.of(fed.arrivals, batch, now=progress.policy, forks=self._forks) if record else None
+        output = self._engine.train_step(batch, order)
         self._feed.consumed(fed.arrivals, zero_variance=output.zero_variance_groups, gated=output.skipped_groups)
         for alarm in output.alarms:
             self._note(
@@ -285,7 +291,7 @@ class LearnerLoop:
         if self._publisher is not None and state not in (LearnerState.STOPPED, LearnerState.DONE):
             self._publisher.check()
         self._checkpointing.look()
-        for what, detail in self._watch.look():
+        for what, detail in (*self._watch.look(), *(self._recorder.look() if self._recorder else ())):
             self._note(what, **detail)
         now = time.monotonic()
         if state is self._state and now - self._reported_s < STATUS_EVERY_S:
@@ -304,8 +310,3 @@ class LearnerLoop:
     def _note(self, what: str, **detail: str | int | float) -> None:
         self._metrics.append(NoteRecord(time_ms=time.time_ns() // 1_000_000, what=what, detail=detail))
         self._log.info(what, **detail)
-
-    def _hub_call(self, call: Callable[[], T], why: str) -> T:
-        deadline_s = self._config.channel.connect_deadline_s
-        what = f"the hub's Redis, {why}"
-        return retry_until(call, deadline_s=deadline_s, what=what, sleep=sleep_alive(self._heartbeat))

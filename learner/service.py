@@ -29,10 +29,13 @@ from anabranch.learner.loop import LearnerLoop
 from anabranch.learner.no_progress import NoProgress
 from anabranch.learner.publish_order import EpochOpening
 from anabranch.learner.run_memory import RunMemory
+from anabranch.learner.step_recorder import StepRecorder
+from anabranch.learner.version_lines import VersionLines
 from anabranch.learner.weight_publisher import WeightPublisher
 from anabranch.schemas.config import RunConfig, dump_toml
 from anabranch.schemas.errors import EXIT_TEMPORARY
 from anabranch.schemas.keys import LEARNER_GROUP
+from anabranch.schemas.version_record import VERSIONS_FILE
 from anabranch.transport.files import write_atomically
 from anabranch.transport.log import setup_logging
 from anabranch.transport.metrics_log import MetricsLog
@@ -66,13 +69,19 @@ def learn(config: RunConfig) -> int:
             config.channel,
             opening,
             on_committed=lambda hub, policy: hub.permits.advance(policy.version, epoch=policy.epoch),
+            lines=VersionLines(config.run.directory / VERSIONS_FILE) if rank == 0 else None,
         )
 
     def main() -> int:
-        with other_ranks(rank, world_size):
-            return train()
+        recorder = StepRecorder(config, rank) if config.recorder.steps else None
+        try:
+            with other_ranks(rank, world_size):
+                return train(recorder)
+        finally:
+            if recorder is not None:
+                recorder.close()
 
-    def train() -> int:
+    def train(recorder: StepRecorder | None) -> int:
         engine = LearnerEngine(
             config.model.path,
             config.learner,
@@ -83,6 +92,7 @@ def learn(config: RunConfig) -> int:
             max_tokens=config.sampling.max_tokens,
             rank=rank,
             world_size=world_size,
+            recorder=recorder,
             # Rank 0 speaks for all.
             heartbeat=heartbeat if rank == 0 else lambda: None,
         )
@@ -91,7 +101,7 @@ def learn(config: RunConfig) -> int:
             return 0
         collective = CollectiveEngine(engine, world_size=world_size, make_publisher=make_publisher)
         try:
-            return _lead(config, collective, stop, heartbeat)
+            return _lead(config, collective, stop, heartbeat, recorder)
         finally:
             collective.stop()
 
@@ -130,7 +140,13 @@ class Heartbeat:
             sd_notify("WATCHDOG=1")
 
 
-def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbeat: Heartbeat) -> int:
+def _lead(
+    config: RunConfig,
+    engine: CollectiveEngine,
+    stop: StopSignal,
+    heartbeat: Heartbeat,
+    recorder: StepRecorder | None = None,
+) -> int:
     log = structlog.get_logger()
     directory = config.run.directory
     hub = connect_hub(config)
@@ -179,6 +195,7 @@ def _lead(config: RunConfig, engine: CollectiveEngine, stop: StopSignal, heartbe
         config,
         watch=LedgerWatch(reader, fates),
         resumed=resumed,
+        recorder=recorder,
         heartbeat=heartbeat,
     )
     sd_notify("READY=1")

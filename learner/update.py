@@ -21,6 +21,7 @@ from anabranch.learner.gates import Alarm, judge, non_finite, strongest
 from anabranch.learner.micro_batch import MicroBatch
 from anabranch.learner.step import StepShare, UpdateShare, microbatch_loss
 from anabranch.learner.step_gate import StepGate
+from anabranch.learner.step_observer import StepObserver
 from anabranch.schemas.config import CorrectionSection, GateSection
 from anabranch.schemas.errors import GateError
 
@@ -60,8 +61,9 @@ class Updater:
         self._correction, self._gates = correction, gates
         self._world_size, self._device, self._heartbeat = world_size, device, heartbeat
 
-    def run(self, share: StepShare, *, step: int) -> Iterator[UpdateOutput]:
-        """One result per update of `share`, this rank's part of `step`.
+    def run(self, share: StepShare, *, step: int, observer: StepObserver | None = None) -> Iterator[UpdateOutput]:
+        """One result per update of `share`, this rank's part of `step`. `observer` is told of every forward pass and of the end
+        of every update, before an error too.
 
         Raises:
             GateError: a gate says stop. The update was not applied.
@@ -71,11 +73,14 @@ class Updater:
         )
         moved = False
         for update in share.updates:
-            output = self._update(update, [next(ahead) for _ in update.microbatches], step=step, judged=not moved)
+            known = [next(ahead) for _ in update.microbatches]
+            output = self._update(update, known, step=step, judged=not moved, observer=observer)
             moved = moved or output.applied
             yield output
 
-    def _update(self, update: UpdateShare, ahead: Sequence[_Ahead], *, step: int, judged: bool) -> UpdateOutput:
+    def _update(
+        self, update: UpdateShare, ahead: Sequence[_Ahead], *, step: int, judged: bool, observer: StepObserver | None
+    ) -> UpdateOutput:
         """`judged`: whether drift has to pass the gates; once the step has moved the weights it is the step's own doing."""
         sums = DiagnosticSums(self._device)
         for micro, known in zip(update.microbatches, ahead, strict=True):
@@ -84,6 +89,8 @@ class Updater:
             loss = microbatch_loss(
                 micro, logprobs, entropy, self._correction, sums, proximal=known.proximal, selected=known.selected
             )
+            if observer is not None:
+                observer.saw(micro, logprobs, entropy, known.proximal, known.selected)
             # DeepSpeed averages gradients over ranks; the loss is already a share of one global sum.
             self._engine.backward(loss * self._world_size)
         self._sum_over_ranks(sums)
@@ -93,12 +100,15 @@ class Updater:
         self._engine.step()
         if not self._gate.closed:
             alarms += non_finite("grad_norm", self._gate.norm(), self._gates)
+        output = UpdateOutput(loss_value, self._gate.norm(), diagnostics, tuple(alarms), self._gate.applied)
+        if observer is not None:
+            observer.ended(output.loss, output.grad_norm, applied=output.applied, alarms=alarms)
         if strongest(alarms) == "stop":
             stops = "; ".join(str(alarm) for alarm in alarms if alarm.action == "stop")
             raise GateError(
                 f"step {step}, {update.facts}: {stops}. The update was not applied; the checkpoint before it still stands"
             )
-        return UpdateOutput(loss_value, self._gate.norm(), diagnostics, tuple(alarms), self._gate.applied)
+        return output
 
     @torch.no_grad()
     def _look_ahead(self, microbatches: Sequence[MicroBatch], updates: int) -> list[_Ahead]:

@@ -84,5 +84,11 @@ class LedgerSection(Section):
 
 
 class RecorderSection(Section):
+    steps: bool = Field(
+        True, description="the learner records every step: what it computed of each rollout (RUN_DIRECTORY/steps)"
+    )
+    tokens: bool = Field(
+        True, description="and of each token; false: a step's record is smaller, and cannot tell where in a rollout"
+    )
     rows_per_file: int = Field(4096, ge=1)
     seconds_per_file: float = Field(20.0, gt=0)

@@ -42,21 +42,26 @@ def train(
     save_at: int | None = None,
     hub: str | None = None,
     run: str = "r",
+    record: bool = False,
 ) -> None:
     """Resume if there is a checkpoint in `out`, do the steps that are left, write weights and figures. With the URL of a
-    `hub` every version is published there, as that of `run`."""
+    `hub` every version is published there, as that of `run`; with `record` every step is recorded below `out`."""
     from anabranch.learner.batch import TrainBatch
     from anabranch.learner.checkpoint import CheckpointStore
     from anabranch.learner.collective import CollectiveEngine, follow
     from anabranch.learner.distribute import rank_from_environment
     from anabranch.learner.engine import LearnerEngine
     from anabranch.learner.publish_order import EpochOpening
+    from anabranch.learner.step_recorder import StepRecorder
     from anabranch.learner.weight_publisher import WeightPublisher
     from anabranch.schemas.config import CorrectionSection, LearnerSection, load_config
     from anabranch.transport.wiring import connect_hub
     from tests.publishers import digest_of
+    from tests.record_orders import order_of
 
     rank, world_size = rank_from_environment() or (0, 1)
+    overrides = [f"run.name={run}", f"run.dir={Path(out).parent}", f"learner.world_size={world_size}"]
+    recorder = StepRecorder(load_config("", overrides=overrides), rank) if record else None
     made = LearnerEngine(
         model,
         LearnerSection(**learner, world_size=world_size),
@@ -65,6 +70,7 @@ def train(
         temperature=1.0,
         rank=rank,
         world_size=world_size,
+        recorder=recorder,
     )
 
     def make_publisher(engine: LearnerEngine, opening: EpochOpening) -> WeightPublisher:
@@ -73,6 +79,8 @@ def train(
 
     if rank:
         follow(made, make_publisher)
+        if recorder:
+            recorder.close()
         return
     engine = CollectiveEngine(made, world_size=world_size, make_publisher=make_publisher)
     folder, digests = Path(out), []
@@ -84,7 +92,8 @@ def train(
         publisher = engine.open_epoch(EpochOpening(run, 1, engine.step, engine.step)) if hub else None
         digests = [digest_of(engine.layout, engine.state_bits())]
         for file in batches[engine.step :]:
-            outputs.append(engine.train_step(TrainBatch.from_bytes(Path(file).read_bytes())))
+            batch = TrainBatch.from_bytes(Path(file).read_bytes())
+            outputs.append(engine.train_step(batch, order_of(batch, version=engine.step) if record else None))
             if publisher:
                 engine.publish(publisher, engine.step)
             digests.append(digest_of(engine.layout, engine.state_bits()))
@@ -97,6 +106,8 @@ def train(
             publisher.close()
     finally:
         engine.stop()
+        if recorder:
+            recorder.close()
     totals = [output.diagnostics.total for output in outputs]
     report = {
         "resumed": resumed,

@@ -14,7 +14,7 @@ from anabranch.cli.kinds import add_kinds, kind_parser
 
 _ABOUT = """\
 A recorder keeps every trajectory, a learner the fate of every group. These commands read those records; they change nothing, and may be
-used while the run goes on. Records of steps are read where there are some; no learner writes them yet.
+used while the run goes on.
 """
 
 

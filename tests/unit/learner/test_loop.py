@@ -50,7 +50,7 @@ class Engine:
         self.world = world
         self.connect = lambda: hub_of(self.world)
 
-    def train_step(self, batch: Any) -> StepOutput:
+    def train_step(self, batch: Any, order: Any = None) -> StepOutput:
         self.step += 1
         return StepOutput(self.step, 0.0, 0.0, 0.0, SAME, (), len(batch.group_indices))
 

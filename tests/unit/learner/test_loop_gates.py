@@ -33,7 +33,7 @@ def first_step(lab: Lab, monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
     """`outcome(output)` in the place of the first step's output."""
     step = Engine.train_step
 
-    def train_step(engine: Engine, batch: Any) -> StepOutput:
+    def train_step(engine: Engine, batch: Any, order: Any = None) -> StepOutput:
         output = step(engine, batch)
         return outcome(output) if output.step == 1 else output
 
