@@ -28,7 +28,7 @@ KINDS = {
     "weights": ("log", "show", "verify", "path", "followers", "pin", "unpin", "rollback", "gc", "keygen"),
     "dead-letter": ("ls", "show", "requeue", "drop"),
     "replay": tuple(
-        ["ls", "show", "why", "diff", "group", "export", "sql", "rescore", "recompute", "account", "steps"]
+        ["ls", "show", "why", "diff", "group", "export", "sql", "rescore", "recompute", "account", "steps", "step"]
     ),
     "stream": ("ls", "forget-group", "forget-producer", "mend-aof"),
 }

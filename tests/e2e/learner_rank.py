@@ -60,7 +60,9 @@ def train(
     from tests.record_orders import order_of
 
     rank, world_size = rank_from_environment() or (0, 1)
-    overrides = [f"run.name={run}", f"run.dir={Path(out).parent}", f"learner.world_size={world_size}"]
+    overrides = [f"run.name={run}", f"run.dir={Path(out).parent}", f"model.path={model}"]
+    overrides += [f"learner.{key}={value}" for key, value in {**learner, "world_size": world_size}.items()]
+    overrides += ["correction.veto_low=0.0", "correction.veto_high=1e9"]
     recorder = StepRecorder(load_config("", overrides=overrides), rank) if record else None
     made = LearnerEngine(
         model,
@@ -85,7 +87,7 @@ def train(
     engine = CollectiveEngine(made, world_size=world_size, make_publisher=make_publisher)
     folder, digests = Path(out), []
     folder.mkdir(exist_ok=True)
-    checkpoints = CheckpointStore(folder / "checkpoints", run="r", layout_hash=engine.layout.hash, keep=1)
+    checkpoints = CheckpointStore(folder / "checkpoints", run=run, layout_hash=engine.layout.hash, keep=1)
     try:
         resumed = checkpoints.load_newest(engine)
         outputs = []
@@ -98,7 +100,7 @@ def train(
                 engine.publish(publisher, engine.step)
             digests.append(digest_of(engine.layout, engine.state_bits()))
             if engine.step == save_at:
-                checkpoints.save(engine, {"epoch": 3})
+                checkpoints.save(engine, {"epoch": 1 if record else 3})
         np.savez(folder / "weights.npz", **engine.state_bits())
         checkpoints.export(engine)
         if publisher:

@@ -11,6 +11,7 @@ from typing import Any
 from anabranch.cli import replay_look
 from anabranch.cli.common import HelpFormatter, add_config_arguments, config_from
 from anabranch.cli.kinds import add_kinds, kind_parser
+from anabranch.cli.replay_step import add_step
 
 _ABOUT = """\
 A recorder keeps every trajectory, a learner the fate of every group. These commands read those records; they change nothing, and may be
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         "  anabranch replay steps --config run.toml\n",
         formatter_class=HelpFormatter,
     )
-    add_kinds(parser, (*replay_look.adders(), _add_steps))
+    add_kinds(parser, (*replay_look.adders(), _add_steps, add_step))
 
 
 def _add_steps(kinds: Any) -> None:

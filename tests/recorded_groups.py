@@ -1,0 +1,15 @@
+"""Groups as a recorder leaves them in a run directory: for tests that read them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from anabranch.consumers.parquet_writer import Entry, write_entries
+from anabranch.schemas.trajectory import Group, encode_group, read_batch
+
+
+def record_groups(directory: Path, groups: Iterable[Group], *, region: str = "east") -> Path:
+    """Each group is the entry of its index, of the producer that it names. Returns the file."""
+    entries = [Entry(f"{1000 + g.group_index}-0", g.group_index, read_batch(encode_group(g))) for g in groups]
+    return write_entries(directory / "trajectories", region, entries)
