@@ -1,12 +1,12 @@
 """Which files under RUN_DIRECTORY/trajectories count: the one function that every reader of recorded trajectories asks.
 
     trajectories/run=NAME/epoch=E/day=YYYY-MM-DD/region=REGION/FIRSTID_LASTID.parquet
+    trajectories/run=NAME/epoch=E/day=YYYY-MM-DD/region=REGION/FIRSTID_LASTID.merged.parquet
     trajectories/region=REGION/FIRSTID_LASTID.parquet      (a recorder before partitions; its rows have a column `run`)
 
 Invariant: the rows of the files that count are those that were recorded, each once, at every moment, also after a kill -9
-of the recorder between any two acts of it. A file counts unless its range of entry ids lies inside another's of the same
-partition: then the other was merged of it, and it is about to be removed. Held by
-tests/unit/consumers/test_recorded_files.py.
+of the recorder between any two acts of it. A file counts unless its range of entry ids lies inside that of a merged one of the same
+partition, which was made of it: then it is about to be removed. Held by tests/unit/consumers/test_recorded_files.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 TRAJECTORIES_DIRECTORY = "trajectories"  # of a run directory
 SUFFIX = ".parquet"
-_NAME = re.compile(r"(\d+(?:-\d+)?)_(\d+(?:-\d+)?)\.parquet\Z")
+MERGED = ".merged"
+_NAME = re.compile(r"(\d+(?:-\d+)?)_(\d+(?:-\d+)?)(\.merged)?\.parquet\Z")
 _KEYS = ("run", "epoch", "day", "region")
 
 
@@ -58,6 +59,7 @@ class RecordedFile:
     partition: Partition
     first_id: str
     last_id: str
+    merged: bool = False
 
     @property
     def first(self) -> tuple[int, int]:
@@ -82,21 +84,22 @@ def parse_name(relative: str) -> RecordedFile | None:
     partition = Partition(
         None if run is None else unquote(run), None if epoch is None else int(epoch), day, unquote(values["region"])
     )
-    return RecordedFile(Path(relative), partition, match[1], match[2])
+    return RecordedFile(Path(relative), partition, match[1], match[2], match[3] is not None)
 
 
 def split(files: Iterable[RecordedFile]) -> tuple[list[RecordedFile], list[RecordedFile]]:
     """Those that count, oldest first; and those that do not, since another holds their rows."""
     counted: list[RecordedFile] = []
     covered: list[RecordedFile] = []
-    reaches: dict[Partition, tuple[int, int]] = {}  # the highest last id so far: whoever has it began no later
-    for file in sorted(files, key=lambda f: (f.first, [-n for n in f.last], f.partition.folder)):
+    reaches: dict[Partition, tuple[int, int]] = {}  # the highest last id of a merged one: whoever has it began no later
+    for file in sorted(files, key=lambda f: (f.first, [-n for n in f.last], not f.merged, f.partition.folder)):
         reach = reaches.get(file.partition)
         if reach is not None and file.last <= reach:
             covered.append(file)
-        else:
-            reaches[file.partition] = file.last
-            counted.append(file)
+            continue
+        counted.append(file)
+        if file.merged:
+            reaches[file.partition] = max(file.last, reach or file.last)
     return counted, covered
 
 
@@ -108,7 +111,7 @@ def files_that_count(names: Iterable[str]) -> list[RecordedFile]:
 def all_files(root: Path) -> list[RecordedFile]:
     """Every file under a final name, those that do not count included. Raises OSError."""
     found = (parse_name(name) for name in _names(root, ""))
-    return [RecordedFile(root / f.path, f.partition, f.first_id, f.last_id) for f in found if f is not None]
+    return [replace(f, path=root / f.path) for f in found if f is not None]
 
 
 def recorded_files(root: Path) -> list[RecordedFile]:

@@ -16,15 +16,9 @@ from pathlib import Path
 
 import structlog
 
-from anabranch.consumers.parquet_writer import (
-    Entry,
-    Name,
-    newest_names,
-    recorded,
-    remove_leftovers,
-    write_entries,
-)
-from anabranch.consumers.recorded_files import id_key
+from anabranch.consumers.parquet_writer import newest_names, recorded, remove_leftovers, write_entries
+from anabranch.consumers.recorded_files import Partition, id_key
+from anabranch.consumers.recorded_rows import Entry, Name, partition_of
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.envelope import open_envelope
 from anabranch.schemas.errors import (
@@ -147,7 +141,7 @@ class Recorder:
             found = region.stream.read_own_pending(
                 RECORDER_GROUP, CONSUMER, max_entries=64, after_id=region.resume_after
             )
-            on_disk = recorded(self._directory, region.name, [d.entry_id for d in found])
+            on_disk = recorded(self._directory, region.name, filter(None, map(_delivered, found)))
             region.resume_after = found[-1].entry_id if found else None
             region.skipped += sorted(on_disk, key=id_key)
         if not found:
@@ -165,6 +159,12 @@ class Recorder:
             self._log.warning("entry not recorded", region=region.name, entry=delivery.entry_id, error=str(error))
             region.skipped.append(delivery.entry_id)
             return
+        if (run := batch.column("run")[0].as_py()) != self._config.run.name:  # as the learner's reader sees it
+            self._log.warning(
+                "entry not recorded", region=region.name, entry=delivery.entry_id, error=f"it is of run {run[:100]!r}"
+            )
+            region.skipped.append(delivery.entry_id)
+            return
         entry = Entry(delivery.entry_id, envelope.seq, batch)
         if entry.name in region.known:
             if delivery.entry_id not in (e.entry_id for e in region.buffer):
@@ -179,13 +179,18 @@ class Recorder:
         region.rows += batch.num_rows
 
     def _write(self, region: _Region) -> None:
-        if region.buffer:
-            path = write_entries(self._directory, region.name, sorted(region.buffer, key=lambda e: id_key(e.entry_id)))
-            self.rows_written += region.rows
+        parts: dict[Partition, list[Entry]] = {}
+        for entry in region.buffer:
+            parts.setdefault(partition_of(entry, run=self._config.run.name, region=region.name), []).append(entry)
+        for partition, entries in parts.items():
+            path = write_entries(self._directory, partition, entries)
+            ids, rows = [entry.entry_id for entry in entries], sum(entry.rows.num_rows for entry in entries)
+            self._log.debug("recorded", file=path.name, rows=rows)
+            self.rows_written += rows
             self.files_written += 1
-            self._log.debug("recorded", file=path.name, rows=region.rows)
-            region.skipped += [entry.entry_id for entry in region.buffer]
-            region.buffer, region.rows = [], 0
+            region.rows -= rows
+            region.skipped += ids  # another partition may fail: these are on disk
+            region.buffer = [entry for entry in region.buffer if entry.entry_id not in set(ids)]
         if region.skipped:
             region.stream.settle(RECORDER_GROUP, [(entry_id, "") for entry_id in region.skipped])
             region.skipped = []
@@ -219,6 +224,14 @@ def record(config: RunConfig) -> int:
         return 0
 
     return run_service(main)
+
+
+def _delivered(delivery: Delivery) -> tuple[str, str, int] | None:
+    """How a delivery names itself; None: it will turn out unreadable."""
+    try:
+        return delivery.entry_id, delivery.fields[b"producer"].decode(), int(delivery.fields[b"seq"])
+    except (KeyError, ValueError):
+        return None
 
 
 def _finished(finished: Callable[[], str | None]) -> bool:

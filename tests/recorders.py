@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from anabranch.consumers.recorded_files import recorded_files
 from anabranch.consumers.recorder import Recorder
-from anabranch.schemas.config import RecorderSection, RunConfig, StreamSection
+from anabranch.schemas.config import RecorderSection, RunConfig, RunSection, StreamSection
 from anabranch.schemas.errors import AnabranchError, StreamUnavailableError
 from anabranch.schemas.keys import RECORDER_GROUP
 from anabranch.transport.memory_stream import MemoryStream
@@ -35,7 +36,7 @@ class Lab:
         self.directory, self.clock = directory, Clock()
         self.world = MemoryWorld("run", regions, clock_ms=lambda: self.clock.now_s * 1000)
         section = RecorderSection(rows_per_file=rows_per_file, seconds_per_file=20)
-        self.config = RunConfig(recorder=section, stream=StreamSection(block_ms=1))
+        self.config = RunConfig(run=RunSection(name="run"), recorder=section, stream=StreamSection(block_ms=1))
         self.next = dict.fromkeys(regions, 0)
 
     def recorder(self, streams: dict[str, TrajectoryStream] | None = None) -> Recorder:
@@ -56,8 +57,10 @@ class Lab:
 def on_disk(directory: Path, region: str) -> list[int]:
     """Group indices in the files of a region, once per entry; fails if an entry stands there in part or twice."""
     rows: Counter[tuple[str, int]] = Counter()
-    for path in (directory / f"region={region}").glob("*.parquet"):
-        table = pq.read_table(path, partitioning=None)
+    for file in recorded_files(directory):
+        if file.partition.region != region:
+            continue
+        table = pq.read_table(file.path, partitioning=None)
         rows.update(zip(table["entry_id"].to_pylist(), table["group_index"].to_pylist(), strict=True))
     assert set(rows.values()) <= {2}, f"each group has two rollouts: {rows}"
     return sorted(index for _, index in rows)

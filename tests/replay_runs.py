@@ -159,8 +159,8 @@ def write_recorded(directory: Path, groups: Sequence[Made], *, rows_per_file: in
             pq.write_table(pa.concat_tables(tables), folder / f"{ids[0]}_{ids[-1]}.parquet")
 
 
-def write_partitioned(directory: Path, groups: Sequence[Made], *, joined: bool) -> Path:
-    """One file of the layout with partitions, all of one partition; `joined`: with what the learner logged."""
+def write_partitioned(directory: Path, groups: Sequence[Made], *, joined: bool, merged: bool = False) -> Path:
+    """One file of the layout with partitions, all of one partition; `joined`: with what the learner logged; `merged`: as one of several."""
     tables = []
     for one in groups:
         count = len(one.rewards)
@@ -186,7 +186,7 @@ def write_partitioned(directory: Path, groups: Sequence[Made], *, joined: bool) 
     epoch = max(max(one.sampled.epoch, one.swapped.epoch if one.swapped else 0) for one in groups)
     folder = directory / "trajectories" / "run=run" / f"epoch={epoch}" / "day=2026-01-01" / f"region={groups[0].region}"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{ids[0]}_{ids[-1]}.parquet"
+    path = folder / f"{ids[0]}_{ids[-1]}{'.merged' if merged else ''}.parquet"
     pq.write_table(pa.concat_tables(tables), path.with_suffix(".tmp"))
     return path.with_suffix(".tmp").rename(path)
 

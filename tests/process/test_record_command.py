@@ -49,7 +49,7 @@ def test_the_command_ends_when_the_run_is_finished_and_everything_is_written(
     tmp_path: Path, valkey: EmbeddedValkey, streams: RedisStream, board: RunBoard, run_name: str
 ) -> None:
     for index in range(200):
-        put(streams, entry(index))
+        put(streams, entry(index, run=run_name))
     board.start()
     board.finish("all steps done")
     argv = command(tmp_path, run_name, hub__url=valkey.url, regions__east__url=valkey.url, stream__block_ms="20")
@@ -70,7 +70,7 @@ def test_the_command_gives_up_with_75_when_a_region_dies_before_all_is_written(
             channel__connect_deadline_s="1.5",
         )  # fmt: skip
         link = connect(region.url, deadline_s=10, what="the test Valkey")
-        put(RedisStream(link, keys), entry(0))
+        put(RedisStream(link, keys), entry(0, run=run_name))
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         end = time.monotonic() + 30
         while not handed_out(link, keys):

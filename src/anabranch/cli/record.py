@@ -13,7 +13,7 @@ def add_parser(subparsers: Any) -> None:
         "record",
         help="record every trajectory to Parquet",
         description="Read the streams of all regions through a consumer group of its own and write Parquet files to\n"
-        "RUN/trajectories/region=NAME/. Ends when the run is finished and everything is written.",
+        "RUN/trajectories, by run, epoch, day and region. Ends when the run is finished and everything is written.",
         epilog="examples:\n  anabranch record --config run.toml\n  anabranch record --config run.toml --set recorder.seconds_per_file=300\n",
         formatter_class=HelpFormatter,
     )

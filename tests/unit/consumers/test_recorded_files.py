@@ -44,8 +44,8 @@ def test_both_layouts_are_listed_oldest_first(tmp_path: Path) -> None:
     assert recorded_files(tmp_path / "nowhere") == []
 
 
-def test_a_file_inside_anothers_range_was_merged_and_does_not_count() -> None:
-    merged = f"{PART}/10-0_20-3.parquet"
+def test_a_file_inside_a_merged_ones_range_does_not_count() -> None:
+    merged = f"{PART}/10-0_20-3.merged.parquet"
     parts = [f"{PART}/10-0_10-5.parquet", f"{PART}/11-0_12-0.parquet", f"{PART}/20-3_20-3.parquet"]
     assert counted(*parts, merged) == [merged]
     assert counted(*parts) == parts
@@ -92,9 +92,12 @@ def test_arrow_reads_the_same_values_from_the_folders(tmp_path: Path, region: st
 IDS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
 
 
-@given(st.lists(IDS, max_size=12, unique_by=tuple))
-def test_a_file_counts_if_and_only_if_no_other_covers_it(ranges: list[list[int]]) -> None:
-    spans = [(a, b) for a, b in ranges]
-    expected = {(a, b) for a, b in spans if not any(c <= a and b <= d for c, d in spans if (c, d) != (a, b))}
-    found = files_that_count(f"{PART}/{a}-0_{b}-0.parquet" for a, b in spans)
-    assert [(file.first[0], file.last[0]) for file in found] == sorted(expected)
+@given(st.lists(st.tuples(IDS, st.booleans()), max_size=12, unique_by=str))
+def test_a_file_counts_if_and_only_if_no_merged_one_covers_it(ranges: list[tuple[list[int], bool]]) -> None:
+    files = [(a, b, merged) for (a, b), merged in ranges]
+    expected = {
+        (a, b, m) for a, b, m in files
+        if not any(merged and c <= a and b <= d and (c, d, merged) != (a, b, m) for c, d, merged in files)
+    }  # fmt: skip
+    found = files_that_count(f"{PART}/{a}-0_{b}-0{'.merged' if m else ''}.parquet" for a, b, m in files)
+    assert {(file.first[0], file.last[0], file.merged) for file in found} == expected

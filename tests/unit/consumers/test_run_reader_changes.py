@@ -33,7 +33,7 @@ def test_each_query_sees_what_is_there_then(tmp_path: Path) -> None:
         assert reader.rows("SELECT DISTINCT weight FROM trajectories") == [{"weight": 0.125}]
         second = write_partitioned(tmp_path, [other], joined=True)
         assert counted(reader) == (4, 4, 4)
-        write_partitioned(tmp_path, WEST, joined=True)  # merged; its parts are still there
+        write_partitioned(tmp_path, WEST, joined=True, merged=True); its parts are still there
         assert counted(reader) == (4, 4, 4)
         second.unlink()
         assert counted(reader) == (4, 4, 4)
@@ -61,7 +61,7 @@ def test_a_run_that_is_being_written_never_fails_nor_counts_twice(tmp_path: Path
     def record() -> None:
         for count in range(2, len(groups) + 1):
             part = write_partitioned(tmp_path, groups[count - 1 : count], joined=count % 2 == 0)
-            whole = write_partitioned(tmp_path, groups[:count], joined=False)
+            whole = write_partitioned(tmp_path, groups[:count], joined=False, merged=True)
             for path in part.parent.glob("*.parquet"):
                 if path != whole:
                     path.unlink()
