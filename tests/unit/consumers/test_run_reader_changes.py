@@ -33,7 +33,7 @@ def test_each_query_sees_what_is_there_then(tmp_path: Path) -> None:
         assert reader.rows("SELECT DISTINCT weight FROM trajectories") == [{"weight": 0.125}]
         second = write_partitioned(tmp_path, [other], joined=True)
         assert counted(reader) == (4, 4, 4)
-        write_partitioned(tmp_path, WEST, joined=True, merged=True); its parts are still there
+        write_partitioned(tmp_path, WEST, joined=True, merged=True)  # its parts are still there
         assert counted(reader) == (4, 4, 4)
         second.unlink()
         assert counted(reader) == (4, 4, 4)
