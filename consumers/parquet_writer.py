@@ -38,14 +38,28 @@ def write_entries(directory: Path, partition: Partition, entries: Sequence[Entry
 
 def write_table(table: pa.Table, final: Path) -> None:
     """Write aside, fsync, rename. Raises OSError; nothing is left behind then."""
+    take_name(write_aside(table, final), final)
+
+
+def write_aside(table: pa.Table, final: Path) -> Path:
+    """The first half of `write_table`: where the rows are now, durable. Raises OSError; nothing is left behind then."""
     aside = final.with_suffix(ASIDE)
     try:
         with aside.open("wb") as file:
             pq.write_table(table, file, compression="zstd")
             file.flush()
             os.fsync(file.fileno())
-        os.rename(aside, final)
     except OSError:  # most likely the disk is full: give back what the torn file holds
+        aside.unlink(missing_ok=True)
+        raise
+    return aside
+
+
+def take_name(aside: Path, final: Path) -> None:
+    """The second half. Raises OSError; nothing is left behind then."""
+    try:
+        os.rename(aside, final)
+    except OSError:
         aside.unlink(missing_ok=True)
         raise
     sync_directory(final.parent)

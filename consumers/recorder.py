@@ -9,6 +9,7 @@ tests/unit/consumers/test_recorder.py, tests/unit/consumers/test_recorder_outage
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import structlog
 
+from anabranch.consumers.keeper import Keeper
 from anabranch.consumers.parquet_writer import newest_names, recorded, remove_leftovers, write_entries
 from anabranch.consumers.recorded_files import Partition, id_key
 from anabranch.consumers.recorded_rows import Entry, Name, partition_of
@@ -67,7 +69,10 @@ class Recorder:
         config: RunConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
+        naming: threading.Lock | None = None,
     ) -> None:
+        """`naming`: held while a file gets its name, as by a `Keeper` of the same directory."""
+        self._naming = naming or threading.Lock()
         self._regions = [_Region(name, stream) for name, stream in sorted(streams.items())]
         self._directory, self._config, self._clock = directory, config, clock
         self.rows_written = self.files_written = 0
@@ -183,7 +188,8 @@ class Recorder:
         for entry in region.buffer:
             parts.setdefault(partition_of(entry, run=self._config.run.name, region=region.name), []).append(entry)
         for partition, entries in parts.items():
-            path = write_entries(self._directory, partition, entries)
+            with self._naming:
+                path = write_entries(self._directory, partition, entries)
             ids, rows = [entry.entry_id for entry in entries], sum(entry.rows.num_rows for entry in entries)
             self._log.debug("recorded", file=path.name, rows=rows)
             self.rows_written += rows
@@ -203,8 +209,11 @@ def record(config: RunConfig) -> int:
 
     def main() -> int:
         streams = connect_regions(config)
-        recorder = Recorder(streams, config.run.directory / "trajectories", config)
+        naming = threading.Lock()
+        recorder = Recorder(streams, config.run.directory / "trajectories", config, naming=naming)
+        keeper = Keeper(config.run.directory, config.recorder, naming=naming)
         hub = connect_hub(config)
+        keeper.start()
         sd_notify("READY=1")
         quiet = 0
         waiting_since = time.monotonic()
@@ -221,6 +230,7 @@ def record(config: RunConfig) -> int:
                 why = "; ".join(paused.values())
                 raise DeadlineError.waiting_for(f"the last entries of {', '.join(paused)}", waited_s, why)
         recorder.flush()
+        keeper.close()
         return 0
 
     return run_service(main)

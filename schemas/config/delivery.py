@@ -92,3 +92,13 @@ class RecorderSection(Section):
     )
     rows_per_file: int = Field(4096, ge=1)
     seconds_per_file: float = Field(20.0, gt=0)
+    merge_bytes: int = Field(
+        64 * 2**20,
+        ge=2**16,
+        description="files whose groups all have their fate are merged into larger ones of up to so many bytes",
+    )
+    retain_bytes: int = Field(
+        0,
+        ge=0,
+        description="of recorded trajectories and steps together; beyond it the recorder drops the oldest. 0: it drops nothing",
+    )
