@@ -4,7 +4,8 @@ Invariant: an entry is acknowledged to the recorder's group only after the file 
 delivered again after a crash are recognised on disk, and a group that comes again under another entry id (a server that
 forgot it, a copy) by its producer and seq, of which the newest `REMEMBERED` of a region are known. A region that is away or refuses us, or a full disk, never stops the
 other regions, and never the learner (whose group is another); when all regions refuse us, it ends. Held by
-tests/unit/consumers/test_recorder.py, tests/unit/consumers/test_recorder_outages.py and tests/process/test_record_command.py.
+tests/unit/consumers/test_recorder.py, tests/unit/consumers/test_recorder_outages.py, tests/property/test_recording.py,
+tests/process/test_record_command.py and tests/process/test_record_kills.py.
 """
 
 from __future__ import annotations

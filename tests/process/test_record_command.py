@@ -72,14 +72,18 @@ def test_the_command_gives_up_with_75_when_a_region_dies_before_all_is_written(
         link = connect(region.url, deadline_s=10, what="the test Valkey")
         put(RedisStream(link, keys), entry(0, run=run_name))
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-        end = time.monotonic() + 30
-        while not handed_out(link, keys):
-            assert time.monotonic() < end, "the recorder never read"
-            time.sleep(0.05)
-        link.close()
-        region.kill()
-        board.finish("all steps done")
-        _, errors = process.communicate(timeout=60)
+        try:
+            end = time.monotonic() + 30
+            while not handed_out(link, keys):
+                assert time.monotonic() < end, "the recorder never read"
+                time.sleep(0.05)
+            link.close()
+            region.kill()
+            board.finish("all steps done")
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
     assert process.returncode == 75, errors
     assert "waiting for the last entries of east" in errors
     assert region.password not in errors
