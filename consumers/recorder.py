@@ -53,7 +53,8 @@ class _Region:
     stream: TrajectoryStream
     resume_after: str | None = "0-0"  # None once what was pending before a restart is read
     buffer: list[Entry] = field(default_factory=list)
-    rows: int = 0
+    rows: int = 0  # in the buffer
+    bytes: int = 0  # of these rows in memory
     skipped: list[str] = field(default_factory=list)  # unreadable or already on disk: acknowledged with the next file
     since_s: float = 0.0
     retry_at_s: float = 0.0
@@ -95,7 +96,7 @@ class Recorder:
             try:
                 entries += self._read(region)
                 due = self._clock() - region.since_s >= self._config.recorder.seconds_per_file
-                if region.rows >= self._config.recorder.rows_per_file or ((region.buffer or region.skipped) and due):
+                if self._full(region) or ((region.buffer or region.skipped) and due):
                     self._write(region)
             except (AnabranchError, OSError) as error:  # OSError: our disk is full
                 self._pause(region, error)
@@ -137,8 +138,12 @@ class Recorder:
     def buffered(self) -> int:
         return sum(len(r.buffer) + len(r.skipped) for r in self._regions)
 
+    def _full(self, region: _Region) -> bool:
+        section = self._config.recorder
+        return region.rows >= section.rows_per_file or region.bytes >= section.bytes_per_file
+
     def _read(self, region: _Region) -> int:
-        if region.rows >= self._config.recorder.rows_per_file:
+        if self._full(region):
             return 0  # the last write failed: read no more until it succeeds
         block_ms = max(1, self._config.stream.block_ms // len(self._regions))
         found: list[Delivery] = []
@@ -183,6 +188,7 @@ class Recorder:
             region.since_s = self._clock()
         region.buffer.append(entry)
         region.rows += batch.num_rows
+        region.bytes += batch.nbytes
 
     def _write(self, region: _Region) -> None:
         parts: dict[Partition, list[Entry]] = {}
@@ -196,6 +202,7 @@ class Recorder:
             self.rows_written += rows
             self.files_written += 1
             region.rows -= rows
+            region.bytes -= sum(entry.rows.nbytes for entry in entries)
             region.skipped += ids  # another partition may fail: these are on disk
             region.buffer = [entry for entry in region.buffer if entry.entry_id not in set(ids)]
         if region.skipped:

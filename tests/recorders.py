@@ -32,10 +32,10 @@ class Clock:
 class Lab:
     """Regions in memory; `recorder()` is a fresh start of the process."""
 
-    def __init__(self, directory: Path, *regions: str, rows_per_file: int = 6) -> None:
+    def __init__(self, directory: Path, *regions: str, rows_per_file: int = 6, bytes_per_file: int = 2**20) -> None:
         self.directory, self.clock = directory, Clock()
         self.world = MemoryWorld("run", regions, clock_ms=lambda: self.clock.now_s * 1000)
-        section = RecorderSection(rows_per_file=rows_per_file, seconds_per_file=20)
+        section = RecorderSection(rows_per_file=rows_per_file, bytes_per_file=bytes_per_file, seconds_per_file=20)
         self.config = RunConfig(run=RunSection(name="run"), recorder=section, stream=StreamSection(block_ms=1))
         self.next = dict.fromkeys(regions, 0)
 

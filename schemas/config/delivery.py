@@ -91,6 +91,11 @@ class RecorderSection(Section):
         True, description="and of each token; false: a step's record is smaller, and cannot tell where in a rollout"
     )
     rows_per_file: int = Field(4096, ge=1)
+    bytes_per_file: int = Field(
+        64 * 2**20,
+        ge=1,
+        description="of rows in memory, uncompressed: bounds what the recorder holds of a region where rollouts are long",
+    )
     seconds_per_file: float = Field(20.0, gt=0)
     merge_bytes: int = Field(
         64 * 2**20,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from anabranch.consumers.recorder import Recorder
 from anabranch.schemas.keys import LEARNER_GROUP
+from anabranch.schemas.trajectory import read_batch
 from anabranch.transport.memory_stream import MemoryStream
 from tests.groups import entry
 from tests.recorders import Cut, DiesBeforeAcknowledging, Lab, files
@@ -42,6 +43,17 @@ def test_a_file_is_written_when_its_time_has_come(lab: Lab) -> None:
     lab.clock.now_s += 2
     recorder.poll()
     assert (lab.on_disk("east"), lab.pending("east")) == ([0], 0)
+
+
+def test_a_file_is_written_when_its_rows_take_enough_bytes(tmp_path: Path) -> None:
+    group_bytes = read_batch(entry().payload).nbytes
+    lab = Lab(tmp_path, "east", rows_per_file=1000, bytes_per_file=3 * group_bytes)
+    recorder = lab.recorder()
+    for expected in ([], [], [0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2, 3, 4, 5]):
+        lab.append("east")
+        recorder.poll()
+        assert lab.on_disk("east") == expected
+    assert (lab.pending("east"), recorder.buffered) == (0, 0)
 
 
 def test_flush_writes_what_is_buffered(lab: Lab) -> None:

@@ -102,7 +102,7 @@ def test_an_unknown_key_gets_the_nearest_known_one(override: str, near: str) -> 
 
 
 def test_an_unknown_key_unlike_any_other_gets_the_list() -> None:
-    with pytest.raises(ConfigError, match=r"known: merge_bytes, .*rows_per_file, seconds_per_file"):
+    with pytest.raises(ConfigError, match=r"known: bytes_per_file, merge_bytes, .*rows_per_file, seconds_per_file"):
         load_config(overrides=["recorder.zzz=1"])
 
 
