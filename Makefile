@@ -24,11 +24,12 @@ demo: setup ## the whole loop on this machine (ARGS="--preset smollm2 --steps 50
 	@$(PY) -m anabranch.cli.main demo $(ARGS)
 
 test: setup ## all tests (ARGS="-k name" for some)
-	@# slow links need `ip`, contract tests Debian's Redis, stepped clocks faketime; elsewhere these tests skip and say so
+	@# slow links need `ip`, contract tests Debian's Redis, stepped clocks faketime, the viewer a browser; elsewhere these tests skip and say so
 	@lacking=""; \
 	command -v ip >/dev/null || lacking="$$lacking iproute2"; \
 	command -v redis-server >/dev/null || command -v redis-check-rdb >/dev/null || lacking="$$lacking redis-tools"; \
 	command -v faketime >/dev/null || lacking="$$lacking faketime"; \
+	command -v chromium >/dev/null || lacking="$$lacking chromium fonts-dejavu-core"; \
 	if [ -n "$$lacking" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends $$lacking; fi
 	@$(PY) -m pytest $(ARGS)

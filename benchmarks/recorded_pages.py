@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from anabranch.consumers.run_reader import RunReader
 from anabranch.consumers.trajectory_filter import Range, TrajectoryFilter, Versions
-from anabranch.deploy.replay_ls import page
+from anabranch.consumers.trajectory_page import page
 from anabranch.schemas.trajectory_schema import SPAN
 
 TOKENS, GROUP, BEGAN_MS = 32, 8, 1_767_225_600_000

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from anabranch.consumers.token_values import Piece, token_policies
 from anabranch.deploy.plain_text import plain
-from anabranch.deploy.replay_show import Piece, token_policies
 from anabranch.deploy.replay_text import UNKNOWN, block, fate, number, table, versions
 
 _SAME = ("group_index", "attempt", "prompt_token_ids", "answer")

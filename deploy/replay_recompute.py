@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.consumers.run_reader import RunReader
+from anabranch.consumers.token_values import Piece, token_policies
 from anabranch.deploy.delta_diff import open_checkpoint
 from anabranch.deploy.delta_jobs import state_digest
 from anabranch.deploy.delta_states import StoredState
 from anabranch.deploy.plain_text import plain
-from anabranch.deploy.replay_show import Piece, token_policies
 from anabranch.deploy.replay_text import number, table
 from anabranch.deploy.weights_image import Image
 from anabranch.deploy.weights_versions import find_version, published_head

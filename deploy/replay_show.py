@@ -7,38 +7,12 @@ tests/unit/deploy/test_replay_show.py.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from anabranch.consumers.run_reader import RunReader
+from anabranch.consumers.token_values import Piece, token_policies, token_ratios
 from anabranch.deploy.plain_text import plain
 from anabranch.deploy.replay_text import UNKNOWN, block, fate, fit, number, table, versions, when
-from anabranch.schemas.trajectory_id import TrajectoryId
-
-Piece = Callable[[int], str]
-_BY_ID = "region = ? AND producer = ? AND seq = ?"
-
-
-def read_group(reader: RunReader, one: TrajectoryId) -> list[dict[str, Any]]:
-    """All columns of the group's rollouts, in order of the samples; of one rollout if `one` has a sample."""
-    only = "" if one.sample is None else " AND sample_index = ?"
-    values = [*one.identity, *([] if one.sample is None else [one.sample])]
-    return reader.rows(f"SELECT * FROM trajectories WHERE {_BY_ID}{only} ORDER BY sample_index", values)
-
-
-def token_pieces(model: Path | None) -> Piece | None:
-    """What the run's tokenizer makes of a token id, None if it is not at hand."""
-    if model is None or not (model / "tokenizer.json").is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    except Exception:  # noqa: BLE001 - the library raises plain Exception; ids can be shown without it
-        return None
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
 
 def render(row: dict[str, Any], *, width: int, pieces: Piece | None = None, tokens: int | None = 64) -> str:
@@ -106,16 +80,6 @@ def token_lines(row: dict[str, Any], *, pieces: Piece | None, most: int | None) 
     return lines
 
 
-def token_ratios(row: dict[str, Any]) -> list[float] | None:
-    """e^(learner's log-prob − recorded), per token; None if the learner's were not recorded."""
-    if row["learner_logprobs"] is None:
-        return None
-    return [
-        math.exp(min(20.0, max(-20.0, ours - theirs)))
-        for ours, theirs in zip(row["learner_logprobs"], row["logprobs"], strict=True)
-    ]
-
-
 def render_group(rows: Sequence[dict[str, Any]], *, width: int, most_lines: int | None = 40) -> str:
     """The rollouts side by side, as many in a row as fit."""
     first = rows[0]
@@ -149,15 +113,6 @@ def _column(row: dict[str, Any], width: int, most_lines: int | None) -> list[str
         "─" * width,
     ]
     return [*head, *block(row["text"], width, most=most_lines)]
-
-
-def token_policies(row: dict[str, Any]) -> list[str]:
-    found: list[str] = []
-    spans = row["version_spans"]
-    for span, following in itertools.zip_longest(spans, spans[1:]):
-        end = row["tokens"] if following is None else following["start"]
-        found += [f"e{span['epoch']}.v{span['version']}"] * (end - span["start"])
-    return found
 
 
 def _at(values: Sequence[Any] | None, at: int) -> Any:

@@ -78,7 +78,7 @@ def source_files() -> set[str]:
     found = set()
     for folder, _, names in os.walk(PACKAGE, followlinks=True):
         for name in names:
-            if name.endswith((".py", ".conf", ".lua", ".toml", ".sh", ".html", ".json")):
+            if name.endswith((".py", ".conf", ".lua", ".toml", ".sh", ".html", ".css", ".js", ".json")):
                 found.add(f"anabranch/{(Path(folder) / name).relative_to(PACKAGE).as_posix()}")
     return found
 

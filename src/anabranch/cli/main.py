@@ -19,7 +19,7 @@ from anabranch.cli.common import HelpFormatter
 
 # commands in the order of --help; the module of `a-b` is a_b. Each has add_parser(subparsers), whose parser sets `run`
 COMMANDS = (
-    "demo", "learn", "produce", "follow", "record", "replay", "model", "config", "ledger", "stream", "dead-letter", "permits", "weights",
+    "demo", "learn", "produce", "follow", "record", "replay", "view", "model", "config", "ledger", "stream", "dead-letter", "permits", "weights",
     "checkpoints", "delta", "report", "bench", "chaos",
 )  # fmt: skip
 

@@ -16,7 +16,9 @@ from anabranch.cli.common import config_from
 from anabranch.consumers.accounting import account
 from anabranch.consumers.find_trajectory import find_group, find_trajectory
 from anabranch.consumers.life import life_of
+from anabranch.consumers.token_values import Piece, token_pieces
 from anabranch.consumers.trajectory_filter import Range, TrajectoryFilter, Versions, check_fate
+from anabranch.consumers.trajectory_page import page, read_group
 from anabranch.consumers.user_sql import user_query
 from anabranch.deploy import (
     replay_diff,
@@ -67,15 +69,15 @@ def _filter(args: argparse.Namespace) -> TrajectoryFilter:
     )
 
 
-def _pieces(source: Source) -> replay_show.Piece | None:
+def _pieces(source: Source) -> Piece | None:
     path = source.setting("model", "path")
-    return replay_show.token_pieces(None if path is None else Path(path))
+    return token_pieces(None if path is None else Path(path))
 
 
 def _ls(args: argparse.Namespace) -> int:
     wanted = _filter(args)
     with _source(args) as source:
-        rows, total = replay_ls.page(source.reader, wanted, sort=args.sort, limit=args.limit, number=args.page)
+        rows, total = page(source.reader, wanted, sort=args.sort, limit=args.limit, number=args.page)
     if args.json:
         if rows:
             print(replay_ls.json_lines(rows))
@@ -86,7 +88,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     with _source(args) as source:
-        (row,) = replay_show.read_group(source.reader, find_trajectory(source.reader, args.id))
+        (row,) = read_group(source.reader, find_trajectory(source.reader, args.id))
         if args.json:
             print(json.dumps(json_value(row)))
         else:
@@ -126,7 +128,7 @@ def _known(source: Source, text: str) -> TrajectoryId:
 def _diff(args: argparse.Namespace) -> int:
     with _source(args) as source:
         found = [find_trajectory(source.reader, text) for text in (args.a, args.b)]
-        a, b = (replay_show.read_group(source.reader, one)[0] for one in found)
+        a, b = (read_group(source.reader, one)[0] for one in found)
         if args.json:
             print(json.dumps(json_value(replay_diff.compare(a, b))))
         else:
@@ -136,7 +138,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _group(args: argparse.Namespace) -> int:
     with _source(args) as source:
-        rows = replay_show.read_group(source.reader, find_group(source.reader, args.id))
+        rows = read_group(source.reader, find_group(source.reader, args.id))
     if args.json:
         for row in rows:
             print(json.dumps(json_value(row)))

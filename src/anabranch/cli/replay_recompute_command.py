@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.weights_commands import hub_of
 from anabranch.consumers.find_trajectory import find_trajectory
-from anabranch.deploy import replay_show
+from anabranch.consumers.token_values import token_pieces
+from anabranch.consumers.trajectory_page import read_group
 from anabranch.deploy.replay_source import Source, open_source
 from anabranch.deploy.replay_text import json_value
 from anabranch.schemas.config import RunConfig
@@ -31,7 +32,7 @@ def recompute(args: argparse.Namespace, config: RunConfig | None) -> int:
         raise UsageError("--version needs --config: that says where the weight channel is; or give --model DIR")
     with open_source(args.recorded_run, config, streams=args.streams) as source:
         one = find_trajectory(source.reader, args.id)
-        (row,) = replay_show.read_group(source.reader, one)
+        (row,) = read_group(source.reader, one)
         replay_recompute.check_row(row)
         temperature = source.setting("sampling", "temperature")
         if temperature is None:
@@ -41,7 +42,7 @@ def recompute(args: argparse.Namespace, config: RunConfig | None) -> int:
         else:
             assert config is not None
             found = _from_channel(args, config, row, float(temperature))
-        pieces = replay_show.token_pieces(args.model or Path(source.setting("model", "path") or ""))
+        pieces = token_pieces(args.model or Path(source.setting("model", "path") or ""))
     if args.json:
         print(json.dumps(json_value(replay_recompute.as_json(row, found))))
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.deploy import replay_ls
+from anabranch.consumers import trajectory_page
 from tests.commands import anabranch
 from tests.replay_runs import write_run
 
@@ -53,7 +53,7 @@ def test_pages_do_not_overlap_and_leave_nothing_out(run: Path) -> None:
 def test_a_deep_page_is_the_same_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ("ls", "--json", "--limit", "4", "--page", "2", "--sort", "reward:desc", "--region", "east")
     shallow = told(replay(run, *argv))
-    monkeypatch.setattr(replay_ls, "DEEP", 1)
+    monkeypatch.setattr(trajectory_page, "DEEP", 1)
     assert told(replay(run, *argv)) == shallow
     assert len(shallow.splitlines()) == 4
 

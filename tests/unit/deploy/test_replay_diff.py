@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from anabranch.consumers.run_reader import RunReader
+from anabranch.consumers.trajectory_page import read_group
 from anabranch.deploy.replay_diff import compare, render
-from anabranch.deploy.replay_show import read_group
 from anabranch.schemas.trajectory_id import parse_id
 from tests.replay_runs import write_run
 

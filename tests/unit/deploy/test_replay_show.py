@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from anabranch.consumers.run_reader import RunReader
+from anabranch.consumers.token_values import token_pieces
+from anabranch.consumers.trajectory_page import read_group
 from anabranch.deploy import replay_show
 from anabranch.deploy.replay_text import width_of
 from anabranch.schemas.trajectory_id import parse_id
@@ -20,7 +22,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory):
 
 
 def row(reader: RunReader, text: str) -> dict:
-    (found,) = replay_show.read_group(reader, parse_id(text))
+    (found,) = read_group(reader, parse_id(text))
     return found
 
 
@@ -50,7 +52,7 @@ def test_nothing_hostile_reaches_a_terminal(reader: RunReader, text: str) -> Non
 
 @pytest.mark.parametrize("width", [60, 100, 200])
 def test_a_group_side_by_side_fits(reader: RunReader, width: int) -> None:
-    rows = replay_show.read_group(reader, parse_id("west/west-0-cd/1"))
+    rows = read_group(reader, parse_id("west/west-0-cd/1"))
     shown = replay_show.render_group(rows, width=width)
     assert shown.replace("\n", "").isprintable()
     body = shown.splitlines()[3:]
@@ -59,7 +61,7 @@ def test_a_group_side_by_side_fits(reader: RunReader, width: int) -> None:
 
 
 def test_pieces_come_from_the_runs_tokenizer_or_not_at_all(tmp_path: Path) -> None:
-    assert replay_show.token_pieces(None) is None
-    assert replay_show.token_pieces(tmp_path) is None
+    assert token_pieces(None) is None
+    assert token_pieces(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text("{broken")
-    assert replay_show.token_pieces(tmp_path) is None
+    assert token_pieces(tmp_path) is None

@@ -1,0 +1,1 @@
+"""`anabranch view`: a recorded run in the browser."""
