@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from starlette.testclient import TestClient
 
 from anabranch.consumers.run_reader import RunReader
 from anabranch.consumers.trajectory_filter import Range, TrajectoryFilter, Versions
 from anabranch.consumers.trajectory_page import page
+from anabranch.consumers.viewer.app import Viewed, make_app
 from anabranch.schemas.trajectory_schema import SPAN
 
 TOKENS, GROUP, BEGAN_MS = 32, 8, 1_767_225_600_000
@@ -34,6 +36,17 @@ QUERIES = {
     "one version": (TrajectoryFilter(version=Versions(1, Range(500, 500))), "appended_ms", 1),
     "region and reward": (TrajectoryFilter(region="east", reward=Range(1, 1)), "loss_share:desc", 1),
     "text": (TrajectoryFilter(text="needle 77"), "appended_ms:desc", 1),
+}
+
+
+ADDRESSES = {
+    "table, first page": "/trajectories",
+    "table, page 1000": "/trajectories?page=1000",
+    "table, fate age": "/trajectories?fate=age&sort=age:desc",
+    "table, one step": "/trajectories?step=500",
+    "table, text": "/trajectories?text=needle+77",
+    "a trajectory": "/trajectory/west/p-0-ab/60000/3",
+    "overview": "/",
 }
 
 
@@ -111,6 +124,28 @@ def measure(directory: Path, repeats: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def measure_viewer(directory: Path, repeats: int) -> dict[str, dict[str, float]]:
+    """Pages of the viewer, from request to the last byte, in this process."""
+    found = {}
+    with RunReader(directory) as reader:
+        client = TestClient(make_app(Viewed("bench", reader), hosts=("testserver",)))
+        for name, address in ADDRESSES.items():
+            times = []
+            for _ in range(repeats + 1):
+                began = time.perf_counter()
+                answer = client.get(address)
+                times.append(1000 * (time.perf_counter() - began))
+                assert answer.status_code == 200, answer.text
+            counted = times[1:]
+            found[name] = {
+                "bytes": len(answer.content),
+                "first_ms": times[0],
+                "median_ms": statistics.median(counted),
+                "slowest_ms": max(counted),
+            }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -121,7 +156,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = write_run(Path(folder), args.rows, args.rows_per_file)
         files = len(list(Path(folder).rglob("*.parquet")))
-        result = {"rows": args.rows, "files": files, "bytes": size, "queries": measure(Path(folder), args.repeats)}
+        result = {
+            "rows": args.rows, "files": files, "bytes": size, "queries": measure(Path(folder), args.repeats),
+            "viewer": measure_viewer(Path(folder), args.repeats),
+        }  # fmt: skip
     text = json.dumps(result, indent=2)
     print(text)
     if args.out is not None:

@@ -15,7 +15,6 @@ import structlog
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -46,10 +45,10 @@ class Viewed:
     max_age: int | None = None
 
 
-def make_app(viewed: Viewed, *, hosts: Collection[str] | None, token: str | None = None) -> Starlette:
+def make_app(viewed: Viewed, *, hosts: Collection[str] | None, token: str | None = None) -> Guard:
     """Args: hosts, token: see `Guard`."""
     pages = _Pages(viewed)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", pages.overview),
             Route("/trajectories", pages.trajectories),
@@ -60,9 +59,9 @@ def make_app(viewed: Viewed, *, hosts: Collection[str] | None, token: str | None
             Route("/static/{name}", pages.static),
             Route("/favicon.ico", lambda request: Response(status_code=204)),
         ],
-        middleware=[Middleware(Guard, hosts=hosts, token=token)],
         exception_handlers={AnabranchError: pages.refused, HTTPException: pages.not_there, Exception: pages.broken},
     )
+    return Guard(app, hosts=hosts, token=token)  # around all of it: as middleware it would not see the page of a bug
 
 
 class _Pages:

@@ -124,6 +124,7 @@ def test_a_bug_shows_nothing_of_itself(client: TestClient, monkeypatch: pytest.M
     monkeypatch.setattr("anabranch.consumers.viewer.app.overview", broken)
     answer = client.get("/")
     assert (answer.status_code, "a secret" in answer.text) == (500, False)
+    assert "content-security-policy" in answer.headers
 
 
 def test_a_run_that_goes_on_is_seen_as_it_is_then(client: TestClient, run: Path):
