@@ -95,4 +95,5 @@ def test_whatever_moment_a_conversion_is_killed_it_is_made_again(tmp_path: Path,
     assert len(events(log, "dies")) > KILLS // 8, "most fuses were too long to kill anything"
     if KILLS >= 60:
         assert left["aside"], "none was killed while the files lay aside"
+    if KILLS >= 400:  # a moment so short that sixty may all miss it
         assert left["unmarked"], "none between the rename and the marker"

@@ -87,7 +87,7 @@ def test_a_failure_in_the_background_costs_the_skip_alone(lab: Lab) -> None:
         if threading.current_thread().name.startswith("background"):
             raise BackpressureError("full")
 
-    with lab.ranks(connect=connect_to(lab.world, before_put=refuse), connect_deadline_s=0.4, world_size=2) as ranks:
+    with lab.ranks(connect=connect_to(lab.world, before_put=refuse), connect_deadline_s=1.5, world_size=2) as ranks:
         ranks.open()
         for _ in range(4):
             lab.step()
