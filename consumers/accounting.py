@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from anabranch.consumers.run_reader import RunReader
+from anabranch.schemas.fates import Identity
 
 EXAMPLES = 20
 
@@ -20,38 +21,43 @@ GAPS = {
     "trained without a fate": "a step's record has it, no later step was given up, and the fate log does not know it",
     "rollouts missing": "the recorder has fewer rollouts of it than its fate counts",
     "recorded twice": "the recorder has a rollout of it more than once",
+    "times missing": "no record holds the time of one of its moments between permit and fate: a program before trajectory schema 1.2 had part in it",
 }
 _SQL = """
 WITH recorded AS (
   SELECT region, producer, seq, count(*) AS rows, count(DISTINCT sample_index) AS samples, any_value(fate) AS fate,
-    any_value(train_epoch) AS epoch, any_value(step) AS step, count(weight) AS weighted
+    any_value(train_epoch) AS epoch, any_value(step) AS step, count(weight) AS weighted,
+    any_value(delivered_ms) AS delivered_ms, any_value(admitted_ms) AS admitted_ms,
+    bool_and(permit_ms + started_ms + finished_ms + scored_ms + spooled_ms + appended_ms IS NOT NULL) AS sent_with_times
   FROM trajectories GROUP BY ALL),
 logged AS (SELECT region, producer, seq, any_value(fate) AS fate, any_value(epoch) AS epoch, any_value(version) + 1 AS step,
-    any_value(rollouts) AS rollouts FROM fates GROUP BY ALL),
+    any_value(rollouts) AS rollouts, any_value(delivered_ms) AS delivered_ms, any_value(admitted_ms) AS admitted_ms FROM fates GROUP BY ALL),
 trained AS (SELECT region, producer, seq, epoch, step, count(DISTINCT sample_index) AS samples FROM rollouts GROUP BY ALL),
 newest AS (SELECT region, producer, seq, max(epoch) AS epoch FROM trained GROUP BY ALL),
 known AS (SELECT region, producer, seq FROM recorded UNION SELECT region, producer, seq FROM logged
   UNION SELECT region, producer, seq FROM newest WHERE epoch = (SELECT max(epoch) FROM facts)),
 joined AS (
   SELECT k.*, r.rows, r.samples, r.weighted, coalesce(l.fate, r.fate) AS fate, l.rollouts,
-    coalesce(l.epoch, r.epoch) AS epoch, coalesce(l.step, r.step) AS step,
+    coalesce(l.epoch, r.epoch) AS epoch, coalesce(l.step, r.step) AS step, r.sent_with_times,
+    coalesce(l.delivered_ms, r.delivered_ms) AS delivered_ms, coalesce(l.admitted_ms, r.admitted_ms) AS admitted_ms,
     n.epoch IS NOT NULL AND n.epoch = (SELECT max(epoch) FROM facts) AS in_newest
   FROM known k LEFT JOIN recorded r USING (region, producer, seq) LEFT JOIN logged l USING (region, producer, seq)
   LEFT JOIN newest n USING (region, producer, seq)),
 judged AS (
-  SELECT j.*, f.epoch IS NOT NULL AS has_step, t.samples AS in_step FROM joined j
+  SELECT j.*, fate IN ('trained', 'dropped:zero_variance', 'dropped:gate') AS consumed, f.epoch IS NOT NULL AS has_step,
+    t.samples AS in_step FROM joined j
   LEFT JOIN facts f ON f.epoch = j.epoch AND f.step = j.step
   LEFT JOIN trained t ON t.region = j.region AND t.producer = j.producer AND t.seq = j.seq AND t.epoch = j.epoch AND t.step = j.step)
-SELECT url_encode(region) || '/' || url_encode(producer) || '/' || seq AS id, CASE
+SELECT region, producer, seq, coalesce(rows, 0) AS rows, CASE
     WHEN rows > samples THEN 'recorded twice'
     WHEN fate IS NULL AND rows IS NULL THEN 'trained without a fate'
     WHEN fate IS NULL AND in_newest THEN 'trained without a fate'
     WHEN fate IS NULL THEN 'open'
     WHEN rows IS NULL THEN 'not recorded'
     WHEN rollouts > samples THEN 'rollouts missing'
-    WHEN NOT (fate IN ('trained', 'dropped:zero_variance', 'dropped:gate')) THEN 'whole'
-    WHEN NOT has_step AND weighted = 0 THEN 'no step record'
-    WHEN has_step AND coalesce(in_step, 0) < samples THEN 'not in its step'
+    WHEN consumed AND NOT has_step AND weighted = 0 THEN 'no step record'
+    WHEN consumed AND has_step AND coalesce(in_step, 0) < samples THEN 'not in its step'
+    WHEN ? AND NOT (sent_with_times AND delivered_ms IS NOT NULL AND (admitted_ms IS NOT NULL OR NOT consumed)) THEN 'times missing'
     ELSE 'whole' END AS verdict
 FROM judged
 """
@@ -75,12 +81,32 @@ class Account:
         return not self.gaps and not self.open
 
 
-def account(reader: RunReader) -> Account:
-    """Every group of the run, judged. Raises TemporaryError: files kept changing."""
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A group: how many rollouts of it are recorded, and "whole", "open" or a name of `GAPS`."""
+
+    rollouts: int
+    verdict: str
+
+
+def judge(reader: RunReader, *, times: bool = True) -> dict[Identity, Judged]:
+    """Every group of the run; arguments and errors as of `account`."""
+    rows = reader.rows(_SQL, [times])
+    return {(row["region"], row["producer"], row["seq"]): Judged(row["rows"], row["verdict"]) for row in rows}
+
+
+def account(reader: RunReader, *, times: bool = True) -> Account:
+    """Every group of the run, judged.
+
+    Args:
+        times: a life is whole only if each of its moments from permit to fate has a time; False for runs of earlier versions.
+
+    Raises TemporaryError: files kept changing.
+    """
     rows = reader.rows(
-        "SELECT verdict, count(*) AS groups, list(id ORDER BY id)[:?] AS ids "
-        f"FROM ({_SQL}) GROUP BY verdict ORDER BY verdict",
-        [EXAMPLES],
+        "SELECT verdict, count(*) AS groups, list(url_encode(region) || '/' || url_encode(producer) || '/' || seq "
+        f"ORDER BY region, producer, seq)[:{EXAMPLES}] AS ids FROM ({_SQL}) GROUP BY verdict ORDER BY verdict",
+        [times],
     )
     counts = {row["verdict"]: row["groups"] for row in rows}
     ids = {row["verdict"]: row["ids"] for row in rows}

@@ -6,6 +6,8 @@ tokens that the model knows. Its arrays are views into the received bytes. Held 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from anabranch.schemas.config import StreamSection
@@ -19,7 +21,8 @@ from anabranch.transport.stream import Delivery
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A verified group, and where to acknowledge it. `producer` and `seq` name the delivery: a server that forgot its last
-    second gets the same one again, and gives it another `entry_id`."""
+    second gets the same one again, and gives it another `entry_id`. Unix times by our clock: `delivered_ms`, it was read and
+    verified; `admitted_ms`, it was taken among those that wait for a batch, 0 until then."""
 
     region: str
     entry_id: str
@@ -27,6 +30,8 @@ class Arrival:
     seq: int
     group: Group
     size_bytes: int
+    delivered_ms: int = 0
+    admitted_ms: int = 0
 
     @property
     def identity(self) -> Identity:
@@ -52,8 +57,15 @@ class Opener:
     """`vocabulary`: number of token ids the model knows; a group with another one is a dead letter, since it would kill
     whoever looks it up, and come again."""
 
-    def __init__(self, *, run: str, config: StreamSection, vocabulary: int | None = None) -> None:
-        self._run, self._config, self._vocabulary = run, config, vocabulary
+    def __init__(
+        self,
+        *,
+        run: str,
+        config: StreamSection,
+        vocabulary: int | None = None,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self._run, self._config, self._vocabulary, self._clock_ms = run, config, vocabulary, clock_ms
 
     def open(self, region: str, delivery: Delivery) -> Arrival | DeadLetter:
         group_index: int | None = None
@@ -67,7 +79,7 @@ class Opener:
         except WireError as error:
             return DeadLetter(region, f"{type(error).__name__}: {error}", group_index)
         size = len(envelope.payload)
-        return Arrival(region, delivery.entry_id, envelope.producer, envelope.seq, group, size)
+        return Arrival(region, delivery.entry_id, envelope.producer, envelope.seq, group, size, self._clock_ms())
 
     def _check(self, group: Group, group_index: int) -> None:
         if (group.run, group.group_index) != (self._run, group_index):

@@ -78,26 +78,23 @@ def life_of(reader: RunReader, one: TrajectoryId, *, max_age: int | None = None)
 def _sampling(life: Life, mine: list[dict[str, Any]], group: list[dict[str, Any]]) -> None:
     add, row = life.moments.append, mine[0]
     attempt = f", attempt {row['attempt'] + 1} of that index" if row["attempt"] else ""
-    add(
-        Moment(
-            "permit",
-            f"to start group {row['group_index']}{attempt}, given to {row['producer']}: {UNRECORDED}; before it was submitted",
-        )
-    )
     clock = f"{row['producer']}'s"
+    permit = f"to start group {row['group_index']}{attempt}, given to {row['producer']}"
+    add(_told("permit", permit, row["permit_ms"], clock, "trajectory", "before it was submitted"))
     add(Moment("submitted", "to the engine, with its group", row["started_ms"], clock, "trajectory"))
     for one in mine:
         which = "" if len(mine) == 1 else f"rollout {one['sample_index']}: "
         words = f"{which}{_spans(one)}; ended by {one['finish_reason']}"
         add(Moment("sampled", words, one["finished_ms"], clock, "trajectory"))
-    rewards = ", ".join(f"{one['reward']:g}" for one in mine)
-    add(Moment("scored", f"reward {rewards}: {UNRECORDED}; after it was sampled, before the group was spooled"))
     last = max(r["finished_ms"] for r in group)
     there = f"{len(group)} of {row['group_size']} rollouts"
     add(Moment("group complete", f"{there}, the last of them finished", last, clock, "trajectories of the group"))
-    add(
-        Moment("spooled", f"on the producer's disk as its number {row['seq']}: {UNRECORDED}; between the two beside it")
-    )
+    rewards = ", ".join(f"{one['reward']:g}" for one in mine)
+    scored_ms = None if any(one["scored_ms"] is None for one in mine) else max(one["scored_ms"] for one in mine)
+    around = "after it was sampled, before the group was spooled"
+    add(_told("scored", f"reward {rewards}", scored_ms, clock, "trajectory", around))
+    spooled = f"on the producer's disk as its number {row['seq']}"
+    add(_told("spooled", spooled, row["spooled_ms"], clock, "trajectory", "between the two beside it"))
     if row["appended_ms"] is not None:
         add(
             Moment(
@@ -108,7 +105,13 @@ def _sampling(life: Life, mine: list[dict[str, Any]], group: list[dict[str, Any]
                 "entry id",
             )
         )
-    add(Moment("delivered", f"to the learner: {UNRECORDED}"))
+
+
+def _told(stage: str, words: str, time_ms: int | None, clock: str, record: str, around: str = "") -> Moment:
+    """A moment of which earlier versions of the program kept no time; `around`: what is known of it then."""
+    if time_ms is not None:
+        return Moment(stage, words, time_ms, clock, record)
+    return Moment(stage, f"{words}: {UNRECORDED}{f'; {around}' if around else ''}")
 
 
 def _spans(row: dict[str, Any]) -> str:
@@ -130,10 +133,15 @@ def _ending(
     life: Life, reader: RunReader, fate: dict[str, Any] | None, row: dict[str, Any] | None, max_age: int | None
 ) -> None:
     if fate is None:
+        life.moments.append(Moment("delivered", f"to the learner: {UNRECORDED} before it has its fate"))
         life.moments.append(
             Moment("fate", "none yet: it waits in the stream, or the learner holds it for a later batch")
         )
         return
+    life.moments.append(_told("delivered", "to the learner", fate["delivered_ms"], "the learner's", "fate log"))
+    if fate["admitted_ms"] is not None or fate["fate"] in (*fates.CONSUMED, fates.SURPLUS):
+        words = "among those that wait for a batch"
+        life.moments.append(_told("admitted", words, fate["admitted_ms"], "the learner's", "fate log"))
     policy = f"e{fate['epoch']}.v{fate['version']}"
     step = fate["version"] + 1
     rule = {
@@ -214,5 +222,6 @@ def _fate_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     row = rows[0]
     return {
         "fate": row["fate"], "epoch": row["train_epoch"], "version": row["train_version"], "age": row["age"],
-        "time_ms": row["fate_time_ms"], "group_index": row["group_index"],
+        "time_ms": row["fate_time_ms"], "group_index": row["group_index"], "delivered_ms": row["delivered_ms"],
+        "admitted_ms": row["admitted_ms"],
     }  # fmt: skip

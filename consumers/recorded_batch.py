@@ -22,7 +22,8 @@ from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
 _SQL = """
 SELECT t.run, t.region, t.producer, t.seq, t.entry_id, t.group_index, t.attempt, t.group_size, t.sample_index, t.prompt_token_ids,
-  t.token_ids, t.logprobs, t.version_spans, t.reward, t.finish_reason, t.prompt_text, t.text, t.answer, t.started_ms, t.finished_ms
+  t.token_ids, t.logprobs, t.version_spans, t.reward, t.finish_reason, t.prompt_text, t.text, t.answer, t.started_ms, t.finished_ms,
+  t.permit_ms, t.scored_ms, t.spooled_ms
 FROM trajectories t
 JOIN (SELECT unnest(?::VARCHAR[]) AS region, unnest(?::VARCHAR[]) AS producer, unnest(?::BIGINT[]) AS seq) g
   ON t.region = g.region AND t.producer = g.producer AND t.seq = g.seq
@@ -76,6 +77,8 @@ def _arrival(group: GroupFacts, rows: list[dict[str, Any]]) -> Arrival:
         answer=first["answer"],
         rollouts=tuple(map(_rollout, rows)),
         group_size=first["group_size"],
+        permit_ms=first["permit_ms"] or 0,
+        spooled_ms=first["spooled_ms"] or 0,
     )
     return Arrival(group.region, first["entry_id"] or "", group.producer, group.seq, made, 0)
 
@@ -91,4 +94,5 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         text=row["text"],
         started_ms=row["started_ms"],
         finished_ms=row["finished_ms"],
+        scored_ms=row["scored_ms"] or 0,
     )

@@ -24,7 +24,7 @@ _LAST_DAY, _LAST_EPOCH = "9999-12-31", 999_999_999
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`rows`: the record batch of the group, of any minor version."""
+    """`rows`: the record batch of the group, of any minor version, `named` as its envelope is."""
 
     entry_id: str
     seq: int
@@ -58,6 +58,15 @@ def rows_of(entry: Entry) -> pa.Table:
     ):
         table = table.append_column(pa.field(name, kind, False), pa.array(values, kind))
     return table
+
+
+def named(rows: pa.RecordBatch, producer: str) -> pa.RecordBatch:
+    """`rows` under the name that their envelope gives, by which fates and steps know the delivery: somebody may have appended the
+    payload of another producer."""
+    at = rows.schema.get_field_index("producer")
+    if rows.column(at)[0].as_py() == producer:
+        return rows
+    return rows.set_column(at, rows.schema.field(at), pa.array([producer] * rows.num_rows))
 
 
 def _day(entry_id: str) -> str:

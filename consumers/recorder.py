@@ -21,7 +21,7 @@ import structlog
 from anabranch.consumers.keeper import Keeper
 from anabranch.consumers.parquet_writer import newest_names, recorded, remove_leftovers, write_entries
 from anabranch.consumers.recorded_files import Partition, id_key
-from anabranch.consumers.recorded_rows import Entry, Name, partition_of
+from anabranch.consumers.recorded_rows import Entry, Name, named, partition_of
 from anabranch.schemas.config import RunConfig
 from anabranch.schemas.envelope import open_envelope
 from anabranch.schemas.errors import (
@@ -176,7 +176,7 @@ class Recorder:
             )
             region.skipped.append(delivery.entry_id)
             return
-        entry = Entry(delivery.entry_id, envelope.seq, batch)
+        entry = Entry(delivery.entry_id, envelope.seq, named(batch, envelope.producer))
         if entry.name in region.known:
             if delivery.entry_id not in (e.entry_id for e in region.buffer):
                 region.skipped.append(delivery.entry_id)

@@ -22,7 +22,8 @@ STORED = {
     "run": "VARCHAR", "region": "VARCHAR", "producer": "VARCHAR", "seq": "BIGINT", "sample_index": "INTEGER",
     "group_index": "BIGINT", "attempt": "INTEGER", "entry_id": "VARCHAR", "epoch": "INTEGER", "epoch_min": "INTEGER",
     "version_min": "BIGINT", "version_max": "BIGINT", "tokens": "INTEGER", "reward": "DOUBLE", "finish_reason": "VARCHAR",
-    "group_size": "INTEGER", "started_ms": "BIGINT", "finished_ms": "BIGINT", "fate": "VARCHAR", "fate_time_ms": "BIGINT",
+    "group_size": "INTEGER", "permit_ms": "BIGINT", "started_ms": "BIGINT", "finished_ms": "BIGINT", "scored_ms": "BIGINT",
+    "spooled_ms": "BIGINT", "delivered_ms": "BIGINT", "admitted_ms": "BIGINT", "fate": "VARCHAR", "fate_time_ms": "BIGINT",
     "step": "BIGINT", "train_epoch": "INTEGER", "train_version": "BIGINT", "age": "INTEGER", "advantage": "DOUBLE",
     "weight": "DOUBLE", "ratio_mean": "FLOAT", "ratio_max": "FLOAT", "kept_fraction": "FLOAT", "loss_share": "DOUBLE",
     "prompt_text": "VARCHAR", "text": "VARCHAR", "answer": "VARCHAR", "prompt_token_ids": "INTEGER[]",
@@ -37,10 +38,11 @@ _COMPUTED = {
     "version_min": "list_min(list_transform(version_spans, lambda s: s.version))",
     "version_max": "list_max(list_transform(version_spans, lambda s: s.version))",
 }
+_NOT_KNOWN = ("permit_ms", "scored_ms", "spooled_ms")  # 0 in what older producers sent
 _PARTITION = {"run": "VARCHAR", "epoch": "INTEGER", "day": "VARCHAR", "region": "VARCHAR"}
 # Column -> from the fate log (f) or the records of steps (r), where the file has none.
 _JOINED = {
-    "fate": "f.fate", "fate_time_ms": "f.time_ms", "train_epoch": "f.epoch", "train_version": "f.version", "age": "f.age",
+    "fate": "f.fate", "fate_time_ms": "f.time_ms", "delivered_ms": "f.delivered_ms", "admitted_ms": "f.admitted_ms", "train_epoch": "f.epoch", "train_version": "f.version", "age": "f.age",
     "step": "CASE WHEN f.fate IN ('trained', 'dropped:zero_variance', 'dropped:gate') THEN f.version + 1 END",
     "advantage": "r.advantage", "weight": "r.weight", "ratio_mean": "r.ratio_mean", "ratio_max": "r.ratio_max",
     "kept_fraction": "r.kept_fraction", "loss_share": "r.loss_share", "learner_logprobs": "r.logprob",
@@ -136,7 +138,7 @@ def _stored(source: str, have: frozenset[str]) -> str:
 
     def column(name: str, kind: str) -> str:
         if name in have:
-            return f"{name}::{kind} AS {name}"
+            return f"{f'nullif({name}, 0)' if name in _NOT_KNOWN else name}::{kind} AS {name}"
         return f"({_COMPUTED.get(name, 'NULL')})::{kind} AS {name}"
 
     return f"SELECT {', '.join(column(name, kind) for name, kind in STORED.items())} FROM {source}"

@@ -24,7 +24,8 @@ from anabranch.schemas.step_record import FACTS_FILE, ROLLOUT_SCHEMA, step_folde
 
 STEP_PATIENCE_MS = 300_000  # a fate that is so old waits for the record of its step no longer
 _FATE_COLUMNS = {
-    "fate": ("fate", pa.string()), "fate_time_ms": ("time_ms", pa.int64()), "train_epoch": ("epoch", pa.int32()),
+    "fate": ("fate", pa.string()), "fate_time_ms": ("time_ms", pa.int64()), "delivered_ms": ("delivered_ms", pa.int64()),
+    "admitted_ms": ("admitted_ms", pa.int64()), "train_epoch": ("epoch", pa.int32()),
     "train_version": ("version", pa.int64()), "age": ("age", pa.int32()),
 }  # fmt: skip
 # column -> of a step's record

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
+from anabranch.consumers.recorded_rows import named
 from anabranch.schemas.envelope import open_envelope
 from anabranch.schemas.errors import AnabranchError, WireError
 from anabranch.schemas.trajectory import SCHEMA, read_batch
@@ -57,7 +58,7 @@ class StreamRows:
                 self._after[region] = entry.entry_id
                 try:
                     envelope = open_envelope(entry.fields, max_entry_bytes=self._max_entry_bytes)
-                    batch = read_batch(envelope.payload)
+                    batch = named(read_batch(envelope.payload), envelope.producer)
                 except WireError:
                     self.unreadable[region] += 1
                     continue

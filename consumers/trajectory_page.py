@@ -14,7 +14,8 @@ from anabranch.schemas.trajectory_id import TrajectoryId
 
 NARROW = (
     "id", "run", "region", "producer", "seq", "sample_index", "group_index", "attempt", "entry_id", "appended_ms", "epoch",
-    "epoch_min", "version_min", "version_max", "tokens", "reward", "finish_reason", "group_size", "started_ms", "finished_ms",
+    "epoch_min", "version_min", "version_max", "tokens", "reward", "finish_reason", "group_size", "permit_ms", "started_ms",
+    "finished_ms", "scored_ms", "spooled_ms", "delivered_ms", "admitted_ms",
     "fate", "fate_time_ms", "step", "train_epoch", "train_version", "age", "advantage", "weight", "ratio_mean", "ratio_max",
     "kept_fraction", "loss_share",
 )  # fmt: skip

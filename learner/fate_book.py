@@ -74,6 +74,8 @@ def fate_record(arrival: Arrival, fate: str, now: PolicyVersion, forks: Forks) -
         cut=sum(r.finish_reason == "length" for r in rollouts),
         reward=float(np.sum(arrival.group.rewards / len(rollouts))),  # cannot overflow
         time_ms=time.time_ns() // 1_000_000,
+        delivered_ms=arrival.delivered_ms or None,
+        admitted_ms=arrival.admitted_ms or None,
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -217,7 +217,7 @@ class Feed:
             if self._book.again(arrival):
                 continue
             fate = None if self._queue.knows(arrival) else self._refuse(arrival)
-            verdict = self._queue.offer(arrival) if fate is None else None
+            verdict = self._queue.offer(_admitted(arrival)) if fate is None else None
             if verdict is Verdict.DUPLICATE:
                 fate = DUPLICATE
             if verdict in (Verdict.QUEUED, Verdict.DUPLICATE):  # nobody need sample it any more
@@ -277,6 +277,10 @@ class Feed:
 
 def _identities(state: Mapping[str, Any]) -> set[Identity]:
     return {FateRecord.model_validate(ending["record"]).identity for ending in state.get("to_settle", ())}
+
+
+def _admitted(arrival: Arrival) -> Arrival:
+    return replace(arrival, admitted_ms=time.time_ns() // 1_000_000)
 
 
 def _cause(fate: str) -> str:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -52,11 +53,12 @@ class HubLink:
         max_attempts: int = 3,
         hold_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self._permits, self._runs, self._evaluations = permits, runs, evaluations
         self._producer, self._lease_ms, self._poll_s, self._status = producer, lease_ms, poll_ms / 1000, status
         self._max_attempts, self._hold_s = max_attempts, hold_s
-        self._clock = clock
+        self._clock, self._clock_ms = clock, clock_ms
         self._book = PermitBook()
         self._surrenders: deque[tuple[str, set[int]]] = deque([(producer, set())])
         self._lock = threading.Lock()  # over what follows
@@ -254,7 +256,8 @@ class HubLink:
         missing = want - self._book.granted
         if missing > 0 and self._book.may_take(serving):
             permits = self._permits.take(self._producer, max_groups=missing, lease_ms=self._lease_ms)
-            self._book.grant(permits, now)
+            granted_ms = self._clock_ms()
+            self._book.grant([replace(permit, granted_ms=granted_ms) for permit in permits], now)
 
     def _report(self, now: float) -> None:
         if now < self._next_status:

@@ -28,7 +28,7 @@ from anabranch.producers.spool_slots import SpoolSlots
 from anabranch.producers.turns import Turns, wait_while
 from anabranch.schemas.config import SpoolSection
 from anabranch.schemas.errors import BackpressureError, ConfigError
-from anabranch.schemas.trajectory import Group, encode_group
+from anabranch.schemas.trajectory import Group, encode_group, stamp_spooled
 from anabranch.transport.stream import TrajectoryStream
 
 DISK_RETRY_S = 1.0
@@ -63,8 +63,9 @@ class Outbox:
         max_entry_bytes: int,
         groups_in_flight: int,
         clock: Callable[[], float] = time.monotonic,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
-        self._section, self._region, self._clock = section, region, clock
+        self._section, self._region, self._clock, self._clock_ms = section, region, clock, clock_ms
         self._max_entry_bytes = max_entry_bytes
         self._in_flight = groups_in_flight
         self._slot = slots.claim()
@@ -227,10 +228,11 @@ class Outbox:
         return bool(len(self)) and not self.error and all(thread.failure is None for thread in self._threads)
 
     def _write(self) -> None:
-        """Write what waits in memory, in order, as far as the spool takes it."""
+        """Write what waits in memory, in order, as far as the spool takes it; each with the time of the write that succeeds."""
         while self._unwritten and self._clock() >= self._retry_at:
+            index, payload = self._unwritten[0]
             try:
-                self._spool.append(*self._unwritten[0])
+                self._spool.append(index, stamp_spooled(payload, self._clock_ms()))
             except BackpressureError:
                 return  # `_look` sees it
             except OSError as error:

@@ -24,7 +24,7 @@ from anabranch.producers.evaluation import HeldOut
 from anabranch.producers.hub_link import HubLink
 from anabranch.producers.outbox import Outbox
 from anabranch.producers.prompts import Prompts
-from anabranch.producers.running_groups import Ending, RunningGroup, RunningGroups
+from anabranch.producers.running_groups import Ending, RunningGroup, RunningGroups, Sample
 from anabranch.producers.swapper import Swapper
 from anabranch.producers.weight_follower import WeightFollower
 from anabranch.schemas.config import RunConfig
@@ -212,21 +212,27 @@ class RolloutLoop:
             prompt_text=running.problem.prompt_text,
             answer=running.problem.answer,
             rollouts=tuple(
-                Rollout(
-                    sample_index=sample.number,
-                    token_ids=done.token_ids,
-                    logprobs=done.logprobs,
-                    spans=done.spans,
-                    reward=self._prompts.score(running.problem, done.text),
-                    finish_reason=done.finish_reason,
-                    text=done.text,
-                    started_ms=sample.started_ms,
-                    finished_ms=sample.finished_ms,
-                )
+                self._rollout(running, sample, done)
                 for sample in running.samples
                 if (done := sample.finished) is not None
             ),
             group_size=len(running.samples),
+            permit_ms=running.permit.granted_ms,
+        )
+
+    def _rollout(self, running: RunningGroup, sample: Sample, done: Finished) -> Rollout:
+        reward = self._prompts.score(running.problem, done.text)
+        return Rollout(
+            sample_index=sample.number,
+            token_ids=done.token_ids,
+            logprobs=done.logprobs,
+            spans=done.spans,
+            reward=reward,
+            finish_reason=done.finish_reason,
+            text=done.text,
+            started_ms=sample.started_ms,
+            finished_ms=sample.finished_ms,
+            scored_ms=self._clock_ms(),
         )
 
     def _drained(self) -> bool:

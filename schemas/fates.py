@@ -42,6 +42,10 @@ class FateRecord(BaseModel):
     cut: int = Field(ge=0, description="rollouts that ended at sampling.max_tokens")
     reward: float = Field(allow_inf_nan=False, description="mean of the rollouts")
     time_ms: int = Field(description="Unix time, the learner's clock")
+    delivered_ms: int | None = Field(default=None, description="likewise: the learner had read and verified it")
+    admitted_ms: int | None = Field(
+        default=None, description="likewise: it was taken among those that wait for a batch; null: it was refused"
+    )
 
     @property
     def identity(self) -> Identity:

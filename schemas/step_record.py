@@ -78,7 +78,9 @@ class GroupFacts(_Facts):
     seq: int = Field(ge=0, description="of that producer")
     group_index: int = Field(ge=0)
     attempt: int = Field(ge=0)
-    process: str = Field(description="the process that sampled it: the column `producer` of its trajectories")
+    process: str = Field(
+        description="the column `producer` of its payload: who sampled it, if somebody else appended it"
+    )
     rollouts: int = Field(ge=1)
 
     @property

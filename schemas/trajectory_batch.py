@@ -13,6 +13,9 @@ from anabranch.schemas.errors import SchemaVersionError, TrajectoryError
 from anabranch.schemas.trajectory_frame import SCHEMA_MESSAGE, find_frame
 from anabranch.schemas.trajectory_schema import SCHEMA, SCHEMA_MAJOR, VERSION_KEY
 
+_TIMES = ("permit_ms", "scored_ms", "spooled_ms")
+_ADDED = {"0": ("group_size", *_TIMES), "1": _TIMES}  # minor version -> columns that came after it
+
 
 def read_batch(payload: bytes | memoryview) -> pa.RecordBatch:
     """The record batch inside `payload`, without copying its buffers.
@@ -50,9 +53,11 @@ def read_any(payload: bytes | memoryview) -> pa.RecordBatch:
         if len(batches) != 1:
             raise TrajectoryError(f"an entry holds {len(batches)} record batches; expected 1")
         batch = batches[0]
-        if minor == "0" and "group_size" not in batch.schema.names:  # before 1.1 every group was whole
-            whole = np.full(batch.num_rows, batch.num_rows, np.int32)
-            batch = batch.append_column(SCHEMA.field("group_size"), pa.array(whole))
+        for name in _ADDED.get(minor, ()):
+            if name not in batch.schema.names:
+                held = batch.num_rows if name == "group_size" else 0  # every group was whole; a time is not known
+                column = np.full(batch.num_rows, held, SCHEMA.field(name).type.to_pandas_dtype())
+                batch = batch.append_column(SCHEMA.field(name), pa.array(column))
         batch = batch.select(SCHEMA.names)
         batch.validate(full=True)
     except (pa.ArrowException, KeyError, OSError) as error:

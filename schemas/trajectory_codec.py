@@ -45,10 +45,20 @@ def decode_group(payload: bytes | memoryview) -> Group:
     return (frame and _group_of(payload, frame)) or group_of_batch(read_batch(payload))
 
 
+def stamp_spooled(payload: bytes, spooled_ms: int) -> bytes:
+    """`payload`, a result of `encode_group`, with another `spooled_ms`: what is known last is put in when the rest is bytes already."""
+    frame = find_frame(payload)
+    assert frame is not None, "encode_group leaves a frame of this version"
+    column = struct.pack(f"<{frame.rows}q", *(spooled_ms,) * frame.rows)
+    at = BODY + frame.starts[_SPOOLED.buffer]
+    return b"".join((payload[:at], column, payload[at + len(column) :]))
+
+
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.float32))
 _FIELDS = attrgetter(
-    "sample_index", "token_ids", "logprobs", "spans", "reward", "finish_reason", "text", "started_ms", "finished_ms"
-)
+    "sample_index", "token_ids", "logprobs", "spans", "reward", "finish_reason", "text", "started_ms", "finished_ms",
+    "scored_ms",
+)  # fmt: skip
 _POLICY = attrgetter("policy.epoch", "policy.version", "start")
 
 
@@ -57,7 +67,7 @@ def _payload_of(group: Group) -> bytes | None:
     n, prompt = len(group.rollouts), group.prompt_token_ids
     if not 0 < n <= group.group_size:
         return None
-    samples, ids, chances, spans, rewards, reasons, texts, started, finished = zip(
+    samples, ids, chances, spans, rewards, reasons, texts, started, finished, scored = zip(
         *map(_FIELDS, group.rollouts), strict=True
     )
     tokens, logprobs, token_ends = np.concatenate(ids), np.concatenate(chances), _ends(ids)
@@ -90,7 +100,10 @@ def _payload_of(group: Group) -> bytes | None:
         prompts, padding(len(prompts)), offsets, tokens.data, pad, offsets, logprobs.data, pad,
         columns.spans(n, len(starts)).pack(*span_ends, *epochs, *versions, *starts, *rewards),
         reasons_column, prompt_column, texts_column, answers,
-        columns.times(n).pack(*started, *finished, *(group.group_size,) * n), END_OF_STREAM,
+        columns.times(n).pack(
+            *started, *finished, *(group.group_size,) * n, *(group.permit_ms,) * n, *scored, *(group.spooled_ms,) * n
+        ),
+        END_OF_STREAM,
     ))  # fmt: skip
 
 
@@ -149,11 +162,11 @@ def _spans_are_sound(
     return ordered and min(epochs) >= 0 and min(versions) >= 0
 
 
-_RUN, _GROUP_INDEX, _PROMPT, _TOKENS, _LOGPROBS, _SPANS, _REASON, _PROMPT_TEXT, _TEXT, _ANSWER, _STARTED = (
+_RUN, _GROUP_INDEX, _PROMPT, _TOKENS, _LOGPROBS, _SPANS, _REASON, _PROMPT_TEXT, _TEXT, _ANSWER, _STARTED, _SPOOLED = (
     PLACES[name]
     for name in (
         "run", "group_index", "prompt_token_ids", "token_ids", "logprobs", "version_spans", "finish_reason", "prompt_text",
-        "text", "answer", "started_ms",
+        "text", "answer", "started_ms", "spooled_ms",
     )
 )  # fmt: skip
 _NAMES_SIZES = slice(_RUN.size, PLACES["producer"].size + 1)
@@ -176,14 +189,16 @@ def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
     prompt_length, rest = divmod(sizes[_PROMPT.size], n)
     prompts = view[at[_PROMPT.buffer + 2] :][: 4 * sizes[_PROMPT.size]]
     times = columns.times(n).unpack_from(view, at[_STARTED.buffer])
-    group_size = times[2 * n]
+    group_size, permit_ms, spooled_ms = times[2 * n], times[3 * n], times[5 * n]
     if (
         rest
         or indices[:n].count(group_index) != n
         or indices[2 * n : 3 * n].count(attempt) != n
         or indices[3 * n :] != columns.even(n, prompt_length)
         or not columns.are_alike(bytes(prompts), n)
-        or times[2 * n :].count(group_size) != n
+        or times[2 * n : 3 * n].count(group_size) != n
+        or times[3 * n : 4 * n].count(permit_ms) != n
+        or times[5 * n :].count(spooled_ms) != n
         or group_size < n
         or len(set(samples)) != n
         or not _indices_are_sound(group_index, attempt, samples)
@@ -214,13 +229,14 @@ def _group_of(payload: bytes | memoryview, frame: Frame) -> Group | None:
         each, bounds = list(map(_span, epochs, versions, starts)), list(pairwise(token_ends))
         own = [tuple(each[a:b]) for a, b in pairwise(span_ends)]
         ids, chances = [tokens[a:b] for a, b in bounds], [logprobs[a:b] for a, b in bounds]
-        return tuple(
-            map(Rollout, samples, ids, chances, own, rewards, reasons, texts.cut(), times[:n], times[n : 2 * n])
-        )
+        moments = (times[:n], times[n : 2 * n], times[4 * n : 5 * n])
+        return tuple(map(Rollout, samples, ids, chances, own, rewards, reasons, texts.cut(), *moments))
 
     later = LaterRollouts(n, rollouts, highest, _policies(epochs, versions))
     run, region, producer = names
-    return Group(run, region, producer, group_index, attempt, prompt, prompt_text, answer, later, group_size)
+    return Group(
+        run, region, producer, group_index, attempt, prompt, prompt_text, answer, later, group_size, permit_ms, spooled_ms
+    )  # fmt: skip
 
 
 _policy = lru_cache(maxsize=256)(PolicyVersion)

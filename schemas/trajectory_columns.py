@@ -9,7 +9,7 @@ values. Runs of numbers, of n rows:
 
     indices     group index, sample index, attempt, offsets of the prompts
     spans       offsets; epoch, version and start of every span; rewards
-    times       started, finished, group size
+    times       started, finished, group size; permit, scored, spooled
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def spans(rows: int, count: int) -> Struct:
 
 @lru_cache(maxsize=64)
 def times(rows: int) -> Struct:
-    return _run((rows, "q"), (rows, "q"), (rows, "i"))
+    return _run((rows, "q"), (rows, "q"), (rows, "i"), (rows, "q"), (rows, "q"), (rows, "q"))
 
 
 def even(rows: int, length: int) -> tuple[int, ...]:

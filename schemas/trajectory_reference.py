@@ -17,6 +17,10 @@ from anabranch.schemas.errors import TrajectoryError
 from anabranch.schemas.trajectory_schema import SCHEMA, SPAN, Group, Rollout
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
+_OF_A_GROUP = (
+    "run", "region", "producer", "group_index", "attempt", "prompt_text", "answer", "group_size", "permit_ms", "spooled_ms",
+)  # fmt: skip
+
 
 def encode_slowly(group: Group) -> bytes:
     """As `trajectory_codec.encode_group`."""
@@ -59,6 +63,8 @@ def columns_of(group: Group) -> list[pa.Array]:
         pa.array([group.prompt_text] * n), pa.array([r.text for r in rows]), pa.array([group.answer] * n),
         pa.array([r.started_ms for r in rows], pa.int64()), pa.array([r.finished_ms for r in rows], pa.int64()),
         pa.array([group.group_size] * n, pa.int32()),
+        pa.array([group.permit_ms] * n, pa.int64()), pa.array([r.scored_ms for r in rows], pa.int64()),
+        pa.array([group.spooled_ms] * n, pa.int64()),
     ]  # fmt: skip
 
 
@@ -69,7 +75,7 @@ def group_of_batch(batch: pa.RecordBatch) -> Group:
     """
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     n = batch.num_rows
-    for name in ("run", "region", "producer", "group_index", "attempt", "prompt_text", "answer", "group_size"):
+    for name in _OF_A_GROUP:
         if n > 1 and len(column[name].unique()) != 1:
             raise TrajectoryError(f"one entry mixes several values of {name}")
     prompts = column["prompt_token_ids"]
@@ -89,11 +95,11 @@ def group_of_batch(batch: pa.RecordBatch) -> Group:
                 logprobs=column["logprobs"][i].values.to_numpy(),
                 spans=tuple(VersionSpan(PolicyVersion(s["epoch"], s["version"]), s["start"]) for s in plain["version_spans"][i]),
                 reward=plain["reward"][i], finish_reason=plain["finish_reason"][i], text=plain["text"][i],
-                started_ms=plain["started_ms"][i], finished_ms=plain["finished_ms"][i],
+                started_ms=plain["started_ms"][i], finished_ms=plain["finished_ms"][i], scored_ms=plain["scored_ms"][i],
             )
             for i in range(n)
         ),
-        group_size=plain["group_size"][0],
+        group_size=plain["group_size"][0], permit_ms=plain["permit_ms"][0], spooled_ms=plain["spooled_ms"][0],
     )  # fmt: skip
     for rollout in group.rollouts:
         check_rollout(group, rollout)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from anabranch.schemas.versions import PolicyVersion, VersionSpan
 
 SCHEMA_MAJOR = 1
-SCHEMA_MINOR = 1
+SCHEMA_MINOR = 2
 VERSION_KEY = b"anabranch.trajectory"
 
 SPAN = pa.struct(
@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
     [
         pa.field("run", pa.string(), False),
         pa.field("region", pa.string(), False),
-        pa.field("producer", pa.string(), False),  # producer id, unique per process start
+        pa.field("producer", pa.string(), False),  # identity of its spool: a restarted process goes on under it
         pa.field("group_index", pa.int64(), False),  # position in the run's prompt order; names prompt and seed
         pa.field("sample_index", pa.int32(), False),  # 0..G-1 inside the group
         pa.field("attempt", pa.int32(), False),  # 0 the first time this group index was handed out
@@ -43,6 +43,10 @@ SCHEMA = pa.schema(
         pa.field("started_ms", pa.int64(), False),  # Unix time, the producer's clock
         pa.field("finished_ms", pa.int64(), False),
         pa.field("group_size", pa.int32(), False),  # G: rollouts asked for, at least as many as there are rows
+        # Since 1.2, Unix time by the producer's clock; 0: not known, as of a producer that did not tell.
+        pa.field("permit_ms", pa.int64(), False),  # the hub granted the permit
+        pa.field("scored_ms", pa.int64(), False),  # this rollout's reward was there
+        pa.field("spooled_ms", pa.int64(), False),  # the spool took the group
     ],
     metadata={VERSION_KEY: f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}".encode()},
 )
@@ -50,7 +54,8 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion of a group's prompt. `token_ids` int32 [T], `logprobs` float32 [T]."""
+    """One completion of a group's prompt. `token_ids` int32 [T], `logprobs` float32 [T]. Times: Unix, the producer's clock, 0 where
+    it is not known."""
 
     sample_index: int
     token_ids: NDArray[np.int32]
@@ -61,6 +66,7 @@ class Rollout:
     text: str
     started_ms: int
     finished_ms: int
+    scored_ms: int = 0
 
 
 class LaterRollouts(Sequence[Rollout]):
@@ -117,7 +123,7 @@ class Group:
     """Rollouts of one prompt. `prompt_token_ids` int32 [P].
 
     `group_size` is how many were asked for, G; fewer are there in a partial group, which was sent at its deadline. Left out
-    (0) it is as many as there are.
+    (0) it is as many as there are. `permit_ms` (the permit was granted) and `spooled_ms` (the spool took it): as a rollout's times.
     """
 
     run: str
@@ -130,6 +136,8 @@ class Group:
     answer: str
     rollouts: Sequence[Rollout] = ()  # immutable
     group_size: int = 0
+    permit_ms: int = 0
+    spooled_ms: int = 0
 
     def __post_init__(self) -> None:
         if not self.group_size:

@@ -51,13 +51,13 @@ def fields_of(g: Group) -> tuple[object, ...]:
     rollouts = [
         (
             r.sample_index, r.token_ids.tobytes(), r.logprobs.tobytes(), r.spans, np.float64(r.reward).tobytes(),
-            r.finish_reason, r.text, r.started_ms, r.finished_ms,
+            r.finish_reason, r.text, r.started_ms, r.finished_ms, r.scored_ms,
         )
         for r in g.rollouts
     ]  # fmt: skip
     return (
         g.run, g.region, g.producer, g.group_index, g.attempt, g.prompt_token_ids.tobytes(), g.prompt_text, g.answer,
-        g.group_size, tuple(rollouts),
+        g.group_size, g.permit_ms, g.spooled_ms, tuple(rollouts),
     )  # fmt: skip
 
 
@@ -80,6 +80,7 @@ def rollouts(draw: st.DrawFn, sample: int) -> Rollout:
         text=draw(_TEXT),
         started_ms=draw(st.integers(0, 2**62)),
         finished_ms=draw(st.integers(0, 2**62)),
+        scored_ms=draw(st.integers(0, 2**62)),
     )
 
 
@@ -98,4 +99,6 @@ def groups(draw: st.DrawFn) -> Group:
         answer=draw(_TEXT),
         rollouts=tuple(draw(rollouts(s)) for s in samples),
         group_size=len(samples) + draw(st.integers(0, 3)),
+        permit_ms=draw(st.integers(0, 2**62)),
+        spooled_ms=draw(st.integers(0, 2**62)),
     )

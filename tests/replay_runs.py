@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from anabranch.schemas.config import RunConfig, dump_toml
-from anabranch.schemas.fates import FateRecord
+from anabranch.schemas.fates import CONSUMED, FateRecord
 from anabranch.schemas.metrics import EvaluationRecord, NoteRecord
 from anabranch.schemas.trajectory import Group, Rollout, encode_group, read_batch
 from anabranch.schemas.version_record import VersionRecord
@@ -50,6 +50,7 @@ class Made:
     rewards: tuple[float, ...] = (0.0, 1.0)
     text: str = "42"
     attempt: int = 0
+    timed: bool = True  # False: by programs that kept fewer times
 
     @property
     def entry_id(self) -> str:
@@ -70,6 +71,7 @@ class Made:
                 text=f"{self.text}{sample}",
                 started_ms=T0_MS + 1_000 * self.index,
                 finished_ms=T0_MS + 1_000 * self.index + 500 + sample,
+                scored_ms=self._at(600 + sample),
             )
             for sample, reward in enumerate(self.rewards)
         )
@@ -84,7 +86,12 @@ class Made:
             f"{self.index} + 1 =",
             "43",
             rollouts,
+            permit_ms=self._at(-100),
+            spooled_ms=self._at(700),
         )
+
+    def _at(self, ms: int) -> int:
+        return T0_MS + 1_000 * self.index + ms if self.timed else 0
 
     def batch(self) -> pa.RecordBatch:
         return read_batch(encode_group(self.group()))
@@ -95,6 +102,8 @@ class Made:
             region=self.region, producer=PRODUCERS[self.region], seq=self.seq, group_index=self.index, attempt=self.attempt,
             fate=self.fate, epoch=self.policy.epoch, version=self.policy.version, age=age, rollouts=len(self.rewards),
             tokens=3 * len(self.rewards), cut=0, reward=sum(self.rewards) / len(self.rewards), time_ms=T0_MS + 60_000 + self.index,
+            delivered_ms=self._at(20_000) or None,
+            admitted_ms=(self._at(20_100) or None) if self.fate in CONSUMED else None,
         )  # fmt: skip
 
 

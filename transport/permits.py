@@ -20,7 +20,7 @@ further away than twice the longest lease ever asked for counts as past, so that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from anabranch.schemas.versions import PolicyVersion
@@ -28,11 +28,13 @@ from anabranch.schemas.versions import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Start group `group_index`, with weights at or after `min_policy` (so that S = 0 is synchronous)."""
+    """Start group `group_index`, with weights at or after `min_policy` (so that S = 0 is synchronous). `granted_ms`: Unix time by the
+    clock of whoever took it, who fills it in; 0: not known."""
 
     group_index: int
     attempt: int
     min_policy: PolicyVersion
+    granted_ms: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

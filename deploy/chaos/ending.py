@@ -21,6 +21,7 @@ from anabranch.deploy.chaos import conduct, report
 from anabranch.deploy.chaos.evidence import Evidence, Identity, read_books, read_fate_lines, read_spools
 from anabranch.deploy.chaos.exits import Exits
 from anabranch.deploy.chaos.lab import Lab
+from anabranch.deploy.chaos.lives import lives_check
 from anabranch.deploy.chaos.monitor import JsonTail, Watch
 from anabranch.deploy.chaos.scenario import Scenario
 from anabranch.deploy.chaos.verdict import Check, judge
@@ -84,6 +85,7 @@ def collect(lab: Lab, exits: Exits, scenario: Scenario) -> Ending:
     config = lab.place.config
     checks = [
         *judge(evidence),
+        lives_check(run_directory, evidence),
         conduct.exits_check(exits.codes),
         conduct.tracebacks_check(tracebacks(lab.place.directory / "logs")),
         conduct.waits_check(lab.monitor.watch.waits.worst(), config),

@@ -58,6 +58,12 @@ GROUP = Group(
     ),
 )
 PARTIAL = replace(GROUP, group_size=3)  # its third rollout was not finished at the deadline
+TIMED = replace(
+    PARTIAL,
+    permit_ms=1_767_225_599_900,
+    spooled_ms=1_767_225_600_470,
+    rollouts=tuple(replace(r, scored_ms=1_767_225_600_460 + r.sample_index) for r in GROUP.rollouts),
+)
 SEQ = 17
 SIGNING_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 
@@ -167,10 +173,11 @@ def index_entries() -> bytes:
     return "".join(f"{IndexEntry.of(made).to_text()}\n" for made in manifests().values()).encode()
 
 
-# Written by programs that are out there, and by no program any more: trajectory schema 1.0, before `group_size`.
-OLD_FILES = ("entry.arrow", "entry.envelope.json")
+# Written by programs that are out there, and by no program any more: trajectory schema 1.0, before `group_size`, and 1.1,
+# before `permit_ms`, `scored_ms` and `spooled_ms`.
+OLD_FILES = ("entry.arrow", "entry.envelope.json", "entry-1.1.arrow")
 FILES: dict[str, Callable[[], bytes]] = {
-    "entry-1.1.arrow": lambda: encode_group(PARTIAL),
+    "entry-1.2.arrow": lambda: encode_group(TIMED),
     "layout.json": layout_json,
     "layout.hash": layout_hash,
     **{f"manifest.{kind}.json": partial(manifest_json, kind) for kind in manifests()},

@@ -40,9 +40,12 @@ def test_a_stored_entry_is_read() -> None:
     assert same(decode_group(envelope.payload), samples.GROUP)
 
 
-@pytest.mark.parametrize(("name", "group"), [("entry.arrow", samples.GROUP), ("entry-1.1.arrow", samples.PARTIAL)])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("entry.arrow", samples.GROUP), ("entry-1.1.arrow", samples.PARTIAL), ("entry-1.2.arrow", samples.TIMED)],
+)
 def test_a_batch_of_every_minor_version_is_read(name: str, group: Group) -> None:
-    """1.0 has no `group_size`: as many were asked for as there are."""
+    """1.0 has no `group_size`: as many were asked for as there are. 1.1 has no time of permit, reward and spool: 0, not known."""
     assert same(decode_group(stored(name)), group)
     assert read_batch(stored(name)).schema.names == SCHEMA.names
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from anabranch.schemas import trajectory_codec
 from anabranch.schemas.errors import TrajectoryError
-from anabranch.schemas.trajectory import SCHEMA, Group, decode_group, encode_group, read_batch
+from anabranch.schemas.trajectory import SCHEMA, Group, decode_group, encode_group, read_batch, stamp_spooled
 from anabranch.schemas.trajectory_batch import read_any
 from anabranch.schemas.trajectory_frame import BODY, PLACES, find_frame
 from anabranch.schemas.trajectory_reference import columns_of, encode_slowly, group_of_batch
@@ -45,6 +45,11 @@ def test_a_good_group_is_written_and_read_as_by_the_reference(good: Group) -> No
     payload = encode_group(good)
     assert payload == encode_slowly(good)
     assert fields_of(decode_group(payload)) == fields_of(group_of_batch(read_any(payload))) == fields_of(good)
+
+
+@given(groups(), st.integers(0, 2**62))
+def test_a_stamp_is_the_time_that_was_put_in_and_nothing_else(good: Group, spooled_ms: int) -> None:
+    assert stamp_spooled(encode_group(good), spooled_ms) == encode_group(replace(good, spooled_ms=spooled_ms))
 
 
 @given(groups())

@@ -204,10 +204,14 @@ def _add_recompute(kinds: Any) -> None:
 
 def _add_account(kinds: Any) -> None:
     parser = _kind(
-        kinds, "account", "whether every trajectory has a whole life in the records, or what is missing", f"{_RUN}\n{_RUN} --json\n",
+        kinds, "account", "whether every trajectory has a whole life in the records, or what is missing",
+        f"{_RUN}\n{_RUN} --json\n{_RUN} --without-times\n",
         "Exit 1 if anything is missing that should be there. A group without a fate is open: the run goes on, or it was cut off.",
     )  # fmt: skip
     _add_source(parser)
+    parser.add_argument(
+        "--without-times", action="store_true", help="of a run of an earlier version: a moment without a time is no gap"
+    )
     _add_json(parser, "one JSON object")
 
 

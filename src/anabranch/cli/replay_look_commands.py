@@ -220,7 +220,7 @@ def _recompute(args: argparse.Namespace) -> int:
 
 def _account(args: argparse.Namespace) -> int:
     with _source(args) as source:
-        found = account(source.reader)
+        found = account(source.reader, times=not args.without_times)
     print(json.dumps(replay_life.account_json(found)) if args.json else replay_life.render_account(found))
     return FOUND_GAPS if found.gaps else 0
 

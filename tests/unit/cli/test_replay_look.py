@@ -10,7 +10,7 @@ import pytest
 
 from anabranch.consumers import trajectory_page
 from tests.commands import anabranch
-from tests.replay_runs import write_run
+from tests.replay_runs import GROUPS, changed, write_run
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,14 @@ def test_an_account_with_gaps_is_1(tmp_path: Path) -> None:
     done = replay(write_run(tmp_path / "run", steps=False), "account", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["gaps"] == {"no step record": 4}
+
+
+def test_an_account_of_a_run_of_before_there_were_times(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [changed(one, timed=False) for one in GROUPS])
+    done = replay(run, "account")
+    assert done.returncode == 1
+    assert "6 times missing: no record holds the time of one of its moments" in done.stdout
+    assert told(replay(run, "account", "--without-times")).startswith("7 groups: 6 have a whole life")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
-from anabranch.consumers.accounting import Account, account
+from anabranch.consumers.accounting import Account, Judged, account, judge
 from anabranch.consumers.run_reader import RunReader
 from tests.replay_runs import GROUPS, Made, changed, write_fates, write_recorded, write_run, write_steps
 
@@ -23,6 +24,27 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert found.groups == len(GROUPS)
     assert not found.complete
     assert judged(write_run(tmp_path / "ended", [g for g in GROUPS if g.fate])).complete
+
+
+def test_a_life_without_all_its_times_is_a_gap_unless_they_are_not_asked_for(tmp_path: Path) -> None:
+    old = changed(GROUPS[0], timed=False)
+    run = write_run(tmp_path / "run", [old, *GROUPS[1:]])
+    found = judged(run)
+    assert found.gaps == {"times missing": 1}
+    assert found.examples == {"times missing": ["east/east-0-ab/1"]}
+    with RunReader(run) as reader:
+        assert account(reader, times=False) == Account(6, 1)
+        assert judge(reader)["east", "east-0-ab", 1] == Judged(2, "times missing")
+        assert judge(reader, times=False)["east", "east-0-ab", 1] == Judged(2, "whole")
+
+
+@pytest.mark.parametrize("field", ["delivered_ms", "admitted_ms"])
+def test_the_learners_times_are_asked_for_too(tmp_path: Path, field: str) -> None:
+    run = write_run(tmp_path / "run", GROUPS[:3])
+    untold = [one.record().model_copy(update={field: None}) for one in GROUPS[:3]]
+    (run / "fates" / "000001.jsonl").write_bytes(b"".join(record.line() for record in untold))
+    asked = 3 if field == "delivered_ms" else 2  # the third was refused at its arrival
+    assert judged(run).gaps == {"times missing": asked}
 
 
 def test_an_empty_run(tmp_path: Path) -> None:

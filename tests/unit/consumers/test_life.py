@@ -36,12 +36,14 @@ def times(found: Life) -> dict[str, int | None]:
 def test_a_trained_one_from_permit_to_publication(run: Path) -> None:
     found = life(run, "east/east-0-ab/1/1")
     assert [m.stage for m in found.moments] == [
-        "permit", "submitted", "sampled", "scored", "group complete", "spooled", "appended", "delivered", "fate", "step", "published",
+        "permit", "submitted", "sampled", "group complete", "scored", "spooled", "appended", "delivered", "admitted", "fate", "step",
+        "published",
     ]  # fmt: skip
     assert (found.fate, found.gaps, found.siblings) == ("trained", [], [])
     assert times(found) == {
-        "permit": None, "submitted": T0_MS, "sampled": T0_MS + 501, "scored": None, "group complete": T0_MS + 501,
-        "spooled": None, "appended": T0_MS + 10_000, "delivered": None, "fate": T0_MS + 60_000, "step": 1, "published": T0_MS + 1,
+        "permit": T0_MS - 100, "submitted": T0_MS, "sampled": T0_MS + 501, "group complete": T0_MS + 501, "scored": T0_MS + 601,
+        "spooled": T0_MS + 700, "appended": T0_MS + 10_000, "delivered": T0_MS + 20_000, "admitted": T0_MS + 20_100,
+        "fate": T0_MS + 60_000, "step": 1, "published": T0_MS + 1,
     }  # fmt: skip
     assert words(found, "fate") == ["trained in step 1 of epoch 1, which began with e1.v0"]
     assert words(found, "step")[0].startswith(
@@ -49,12 +51,28 @@ def test_a_trained_one_from_permit_to_publication(run: Path) -> None:
     )
 
 
-def test_a_time_is_given_only_where_a_record_holds_it(run: Path) -> None:
-    for group in GROUPS:
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_time_is_given_only_where_a_record_holds_it(tmp_path: Path, timed: bool) -> None:
+    groups = [changed(one, timed=timed) for one in GROUPS]
+    run = write_run(tmp_path / "run", groups)
+    for group in groups:
         for moment in life(run, f"{group.region}/{PRODUCERS[group.region]}/{group.seq}/0").moments:
             assert (moment.time_ms is None) == (moment.record == ""), moment
-            if moment.stage in ("permit", "scored", "spooled", "delivered"):
-                assert UNRECORDED in moment.words
+            assert (moment.clock == "") == (moment.record == ""), moment
+            if moment.stage in ("permit", "scored", "spooled", "delivered", "admitted"):
+                told = timed and not (moment.stage == "delivered" and not group.fate)
+                assert (UNRECORDED in moment.words) != told, moment
+
+
+def test_what_was_refused_at_its_arrival_was_never_admitted(tmp_path: Path) -> None:
+    refused, swept = GROUPS[2], changed(GROUPS[2], fate="trained")
+    assert "admitted" not in times(life(write_run(tmp_path / "refused", [refused]), "east/east-0-ab/3/0"))
+    later = swept.record().model_copy(update={"fate": "dropped:age"})
+    run = write_run(tmp_path / "swept", [refused])
+    (run / "fates" / "000001.jsonl").write_bytes(later.line())
+    found = life(run, "east/east-0-ab/3/0")
+    assert times(found)["admitted"] == T0_MS + 22_100
+    assert "too old" in words(found, "fate")[0]
 
 
 def test_versions_in_the_order_in_which_they_sampled(run: Path) -> None:
@@ -79,7 +97,8 @@ def test_the_rule_that_decided(run: Path, text: str, told: str) -> None:
 def test_a_group_and_each_of_its_rollouts(run: Path) -> None:
     found = life(run, "west/west-0-cd/3")
     assert [w.partition(":")[0] for w in words(found, "sampled")] == ["rollout 0", "rollout 1"]
-    assert words(found, "scored")[0].startswith("reward 0, 0.25")
+    assert words(found, "scored") == ["reward 0, 0.25"]
+    assert times(found)["scored"] == T0_MS + 5_601, "the last of them"
     assert [w.partition(":")[0] for w in words(found, "step")] == ["rollout 0", "rollout 1"]
     assert [(s["group_id"], s["fate"]) for s in found.siblings] == [("east/east-0-ab/4", "dropped:duplicate")]
 

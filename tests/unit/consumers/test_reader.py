@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -43,6 +44,14 @@ def test_groups_of_every_region_arrive_with_where_to_acknowledge_them(world: Reg
     for arrival in polled.arrivals:
         assert world.stream(arrival.region).settle(LEARNER_GROUP, [(arrival.entry_id, "trained")]) == 1
         assert arrival.size_bytes > 0
+
+
+def test_an_arrival_says_when_it_was_read(world: Regions) -> None:
+    put(world.stream("east"), entry(0))
+    before = time.time_ns() // 1_000_000
+    (arrival,) = drain(world.reader()).arrivals
+    assert before <= arrival.delivered_ms <= time.time_ns() // 1_000_000
+    assert arrival.admitted_ms == 0
 
 
 def test_more_entries_than_one_read_takes_all_arrive_in_order(world: Regions) -> None:

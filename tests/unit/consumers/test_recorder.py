@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.consumers.recorded_files import TRAJECTORIES_DIRECTORY
 from anabranch.consumers.recorder import Recorder
+from anabranch.consumers.run_reader import RunReader
 from anabranch.schemas.keys import LEARNER_GROUP
 from anabranch.schemas.trajectory import read_batch
 from anabranch.transport.memory_stream import MemoryStream
@@ -65,6 +68,20 @@ def test_flush_writes_what_is_buffered(lab: Lab) -> None:
     assert (lab.on_disk("east"), lab.on_disk("west")) == ([0], [0, 1])
     recorder.flush()
     assert recorder.files_written == 2, "nothing to write, no file"
+
+
+def test_a_group_is_recorded_under_the_name_of_its_envelope(tmp_path: Path) -> None:
+    """Somebody appends another producer's payload: the learner's fate of it is of the envelope's producer."""
+    lab = Lab(tmp_path / TRAJECTORIES_DIRECTORY, "east")
+    recorder = lab.recorder()
+    sent = entry(1, 1)
+    put(lab.world.stream("east"), sent, replace(sent, producer="twin"))
+    recorder.poll()
+    recorder.flush()
+    with RunReader(tmp_path) as reader:
+        found = reader.rows("SELECT DISTINCT producer, seq FROM trajectories ORDER BY ALL")
+    assert found == [{"producer": "p", "seq": 1}, {"producer": "twin", "seq": 1}]
+    assert lab.pending("east") == 0
 
 
 def test_the_learner_is_not_touched(lab: Lab) -> None:

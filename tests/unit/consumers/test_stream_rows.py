@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from anabranch.consumers.run_reader import RunReader
 from anabranch.consumers.stream_rows import StreamRows
 from anabranch.schemas.errors import StreamUnavailableError
 from anabranch.transport.memory_stream import MemoryStream
@@ -32,6 +35,22 @@ def test_each_entry_once_and_new_ones_as_they_come() -> None:
     table = look.read()
     assert table is not None
     assert table.column("group_index").to_pylist() == [600, 600]
+
+
+def test_a_row_has_the_name_of_its_envelope() -> None:
+    world = MemoryWorld("run", ["east"])
+    put(world.stream("east"), replace(entry(1), producer="twin"))
+    table = rows(world.streams()).read()
+    assert table is not None
+    assert set(table.column("producer").to_pylist()) == {"twin"}
+
+
+def test_a_time_that_the_producer_did_not_tell_is_null_where_it_is_read() -> None:
+    world = MemoryWorld("run", ["east"])
+    put(world.stream("east"), entry(0), entry(1, permit_ms=5, spooled_ms=7))
+    with RunReader(None, streams=world.streams()) as reader:
+        found = reader.rows("SELECT DISTINCT seq, permit_ms, scored_ms, spooled_ms FROM trajectories ORDER BY seq")
+    assert [tuple(row.values()) for row in found] == [(0, None, None, None), (1, 5, None, 7)]
 
 
 def test_what_nobody_can_read_is_counted_and_passed_over() -> None:

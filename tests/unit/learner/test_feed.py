@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -50,6 +51,34 @@ def test_the_log_says_what_a_group_was_like(world: FeedWorld) -> None:
     assert (first.epoch, first.version, first.age) == (1, 1, 1)
     assert (first.rollouts, first.tokens, first.cut, first.reward) == (2, 4, 1, 0.5)
     assert world.ledger("west")["dropped:zero_variance"] == 1
+
+
+def test_the_log_says_when_a_group_came_and_was_admitted_or_that_it_was_refused(world: FeedWorld) -> None:
+    """Refused at its arrival: never admitted. Admitted, and too old for the next batch: with both times."""
+    began = time.time_ns() // 1_000_000
+    feed = begin(world)
+    batch = next_batch(feed)
+    world.produce(0, 0, attempt=1)  # another attempt at a group that is in a batch
+    world.produce(9, 0)
+    with pytest.raises(DeadlineError):
+        next_batch(feed, version=0, deadline_s=0.5)
+    with pytest.raises(DeadlineError):
+        next_batch(feed, version=MAX_AGE + 1, deadline_s=0.1)
+    world.produce(10, 0)
+    with pytest.raises(DeadlineError):
+        next_batch(feed, version=MAX_AGE + 1, deadline_s=0.5)
+    feed.consumed(batch.arrivals)
+    feed.checkpointed()
+    records = {r.seq: r for r in world.log()}
+    for seq in (1, 2, 3, 4, 6):
+        delivered, admitted = records[seq].delivered_ms, records[seq].admitted_ms
+        assert delivered is not None
+        assert admitted is not None
+        assert began <= delivered <= admitted <= records[seq].time_ms
+    assert [records[seq].fate for seq in (1, 5, 6, 7)] == ["trained", "dropped:duplicate", "dropped:age", "dropped:age"]
+    for seq in (5, 7):
+        assert records[seq].delivered_ms is not None
+        assert records[seq].admitted_ms is None
 
 
 def test_what_a_gate_kept_from_the_weights_is_said_so_also_of_groups_without_gradient(world: FeedWorld) -> None:

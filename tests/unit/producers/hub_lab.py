@@ -31,7 +31,7 @@ class Lab:
     def link(self, producer: str = "east-1", *, clock: Callable[[], float] | None = None) -> HubLink:
         return HubLink(
             self.permits, self.runs, self.evaluations, producer=producer, lease_ms=LEASE_MS, poll_ms=1, status=status,
-            clock=clock or (lambda: self.now_s),
+            clock=clock or (lambda: self.now_s), clock_ms=lambda: round(self.now_s * 1000) + 7,
         )  # fmt: skip
 
 

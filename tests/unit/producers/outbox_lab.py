@@ -34,7 +34,9 @@ class Lab:
         self.now = 50.0
         self.stream = Rough()
         self.folder = folder
-        self.outbox = outbox(self.stream, folder, section(**spool), clock=lambda: self.now)
+        self.outbox = outbox(
+            self.stream, folder, section(**spool), clock=lambda: self.now, clock_ms=lambda: round(self.now * 1000)
+        )
 
     def run(self, seconds: float = 1.0) -> None:
         end = self.now + seconds
@@ -52,6 +54,10 @@ class Lab:
 
     def spooled(self) -> list[int]:
         return [index for _, _, index, _ in read_spool(self.folder / "east" / "00")]
+
+    def spooled_ms(self) -> list[int]:
+        """As the groups in the spool say it."""
+        return [decode_group(payload).spooled_ms for _, _, _, payload in read_spool(self.folder / "east" / "00")]
 
 
 def stored(stream: TrajectoryStream) -> list[int]:

@@ -37,6 +37,17 @@ def test_permits_come_as_far_as_wanted_and_lowest_first() -> None:
     assert taken(link) == []
 
 
+def test_a_permit_knows_when_it_was_granted_however_late_it_is_started() -> None:
+    lab = Lab()
+    link = lab.link()
+    link.want(2, V0)
+    link.turn()
+    lab.now_s += 3
+    link.want(3, V0)
+    link.turn()
+    assert [(p.group_index, p.granted_ms) for p in link.take(9)] == [(0, 1_000_007), (1, 1_000_007), (2, 1_003_007)]
+
+
 def test_nothing_is_asked_for_before_a_version_is_served() -> None:
     lab = Lab()
     link = lab.link()

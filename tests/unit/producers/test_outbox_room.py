@@ -111,6 +111,9 @@ def test_on_a_full_disk_groups_wait_in_memory_and_are_tried_once_a_second(
     lab.run(2)
     assert lab.outbox.accepts
     assert lab.spooled() == [0, 1, 2]
+    first, *others = lab.spooled_ms()
+    assert first == 50_000
+    assert min(others) > 50_000 + 100_000, "when the disk took them, not when they were put"
     assert stored(lab.stream) == [0, 1, 2]
     lab.outbox.check()
 

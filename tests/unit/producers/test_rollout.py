@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -122,10 +123,11 @@ class World:
         regions: tuple[str, ...] = ("a",),
     ) -> None:
         self.engine, self.follower, self.outbox = Engine(), Follower(), Outbox()
-        self.permits = [Permit(i, 0, PolicyVersion(1, 0)) for i in range(9)]
+        self.permits = [Permit(i, 0, PolicyVersion(1, 0), granted_ms=100 + i) for i in range(9)]
         self.told: list[tuple[str, int]] = []
         self.surrendered: list[tuple[str, list[int]]] = []
         self.wanted = 0
+        self.times_ms = itertools.count(1_000)
         self.link = SimpleNamespace(
             want=lambda n, _: setattr(self, "wanted", n),
             take=lambda n: [self.permits.pop(0) for _ in range(n)],
@@ -156,7 +158,7 @@ class World:
             }
         )
         parts: Any = self.engine, prompts, self.follower, self.link, self.outbox
-        self.loop = RolloutLoop(*parts, config, producer="p", region="local")
+        self.loop = RolloutLoop(*parts, config, producer="p", region="local", clock_ms=lambda: next(self.times_ms))
 
 
 @pytest.fixture
@@ -181,6 +183,25 @@ def test_a_finished_group_is_put_and_keeps_its_lease_until_the_stream_has_it() -
     world.outbox.stored = [0]
     world.loop.turn()
     assert world.told == [("hold", 0), ("release", 0)]
+
+
+def test_a_group_says_when_its_permit_came_and_each_reward_was_there() -> None:
+    world = World(groups=1)
+    scored: list[int] = []
+
+    def score(problem: Any, text: str) -> float:
+        scored.append(next(world.times_ms))
+        return 1.0
+
+    world.score = score
+    world.loop.turn()
+    world.engine.finish("0.")
+    world.loop.turn()
+    world.loop.turn()
+    (group,) = world.outbox.groups
+    assert group.permit_ms == 100
+    assert [r.scored_ms for r in group.rollouts] == [ms + 1 for ms in scored], "the look at the clock that follows"
+    assert all(r.started_ms < r.finished_ms < r.scored_ms for r in group.rollouts)
 
 
 def test_what_a_producer_that_has_gone_was_at_is_handed_out_again_when_its_spool_is_adopted() -> None:

@@ -23,6 +23,11 @@ def test_a_field_of_a_later_version_is_passed_over() -> None:
     assert parse_fate(json.dumps(json.loads(record().line()) | {"mood": "good"})) == record()
 
 
+def test_a_line_of_before_there_were_times_of_delivery_and_admission_is_read() -> None:
+    old = {k: v for k, v in json.loads(record().line()).items() if k not in ("delivered_ms", "admitted_ms")}
+    assert parse_fate(json.dumps(old)) == record(delivered_ms=None, admitted_ms=None)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -124,6 +124,8 @@ def test_a_group_without_rollouts_or_prompt_is_refused() -> None:
         ("prompt_text", ["6 * 7 =", "1 + 1 ="]),
         ("answer", ["42", "2"]),
         ("group_size", [2, 3]),
+        ("permit_ms", [0, 1]),
+        ("spooled_ms", [0, 1]),
     ],
 )
 def test_an_entry_of_two_different_groups_is_refused(name: str, values: list[object]) -> None:
