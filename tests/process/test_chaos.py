@@ -31,7 +31,7 @@ CHECKS = {
     "evidence complete and readable", "groups lost", "deliveries with more than one end", "groups trained twice in one epoch",
     "groups trained twice in the whole run", "ledger exact in every region", "ledger equal to the fate log",
     "groups of all steps equal to the fate log", "exits that nobody should see", "tracebacks in the logs",
-    "waits beyond their deadline",
+    "waits beyond their deadline", "trajectories accounted for, permit to fate",
 }  # fmt: skip
 
 
@@ -124,6 +124,9 @@ def test_every_kind_of_fault_and_every_group_accounted_for(start: Callable[..., 
     expected = KINDS.keys() if faketime_library() else KINDS.keys() - {"clock step of a Redis"}
     if len(KINDS) <= FAULTS:
         assert {fault["kind"] for fault in report["faults"]} == expected
+    assert checks["trajectories accounted for, permit to fate"]["found"].endswith(
+        "trajectories, all accounted: permit to fate"
+    )
     assert all(fault["phase"] == "healed" for fault in report["faults"])
     assert report["exits"]["learner: killed by SIGKILL"] >= 1
     ledger = report["ledger"]
