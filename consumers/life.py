@@ -198,7 +198,8 @@ def _training(life: Life, reader: RunReader, fate: dict[str, Any], row: dict[str
         )
     for epoch, other in sorted({(r["epoch"], r["step"]) for r in found} - {(fate["epoch"], step)}):
         words = f"step {other} of epoch {epoch} trained on it too, and its result was given up: a later epoch began before it"
-        life.moments.append(Moment("given up", words, None, "", "step record"))
+        (then,) = reader.rows("SELECT time_ms FROM facts WHERE epoch = ? AND step = ?", [epoch, other]) or [None]
+        life.moments.append(Moment("given up", words, then and then["time_ms"], "the learner's", "step record"))
     if fate["fate"] == fates.TRAINED:
         _publication(life, reader, fate["epoch"], step)
 
