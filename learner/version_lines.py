@@ -1,22 +1,24 @@
 """Appends a line to versions.jsonl for every manifest that was committed.
 
 Invariant: each manifest has one line at most, after its commit; a line that a crash or a full disk cut is ended before the
-next, and what it was to tell is told anew at the next start if the channel still has it. A file that cannot be written never
-fails a publication. Held by tests/unit/learner/test_version_lines.py.
+next, and what it was to tell is told anew at the next start if the channel still has it. Neither a file that cannot be written
+nor a manifest of an earlier start that cannot be read fails a publication. Held by tests/unit/learner/test_version_lines.py.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
 from anabranch.consumers.version_files import read_versions
+from anabranch.schemas.errors import ManifestError
 from anabranch.schemas.manifest import Manifest
 from anabranch.schemas.version_record import VersionRecord
-from anabranch.transport.weight_channel import WeightChannel
+from anabranch.transport.weight_channel import Named, WeightChannel
 
 AT_ONCE = 64  # manifests asked for in one call
 
@@ -54,9 +56,19 @@ class VersionLines:
         there = [(entry.policy, entry.label) for entry in channel.index()]
         missing = [(p, label) for p, label in there if (p.epoch, p.version, label) not in known]
         for at in range(0, len(missing), AT_ONCE):
-            for manifest in channel.manifests(missing[at : at + AT_ONCE]):
-                if manifest is not None:
-                    self.append(manifest)
+            for manifest in self._readable(channel, missing[at : at + AT_ONCE]):
+                self.append(manifest)
+
+    def _readable(self, channel: WeightChannel, names: Sequence[Named]) -> list[Manifest]:
+        """Those of `names` that are there and can be read: one that is damaged spoils the answer for all."""
+        try:
+            return [manifest for manifest in channel.manifests(names) if manifest is not None]
+        except ManifestError as error:
+            if len(names) > 1:
+                return [manifest for name in names for manifest in self._readable(channel, [name])]
+            policy, label = names[0]
+            self._log.warning("a version is not told of", manifest=f"{label} {policy}", error=str(error))
+            return []
 
     def _names(self) -> set[tuple[int, int, str]]:
         if self._known is None:

@@ -86,6 +86,23 @@ def test_an_epoch_that_opens_tells_what_the_one_before_could_not(tmp_path: Path)
     assert told == {(1, 0), (1, 1), (1, 2), (2, 2)}
 
 
+def test_a_manifest_that_nobody_can_read_costs_its_line_and_no_start(tmp_path: Path):
+    world, path = MemoryWorld("run"), tmp_path / VERSIONS_FILE
+    publish(tmp_path, world, None, steps=3)
+    store = world.channel()._store
+    store.manifests[PolicyVersion(1, 1), "delta"] = "damaged"
+    publish(tmp_path, world, VersionLines(path), steps=1, fork=3)
+    told = {(r.epoch, r.version) for r in read_versions(tmp_path) if not r.label.startswith("skip")}
+    assert told == {(1, 0), (1, 2), (1, 3), (2, 3), (2, 4)}
+
+
+def test_a_folder_in_the_place_of_the_file_fails_no_publication(tmp_path: Path):
+    world = MemoryWorld("run")
+    (tmp_path / VERSIONS_FILE).mkdir()
+    publish(tmp_path, world, VersionLines(tmp_path / VERSIONS_FILE), steps=2)
+    assert max(e.policy.version for e in world.channel().index()) == 2
+
+
 def test_a_file_that_cannot_be_written_fails_no_publication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines = VersionLines(tmp_path / VERSIONS_FILE)
     world = MemoryWorld("run")
