@@ -1,8 +1,8 @@
 """Writes the record of every step beside the next step; one per rank.
 
 Invariant: a record counts from the moment when its facts are there, and these are written by rank 0 when the files of all ranks
-are durable. Recording never ends a run: what cannot be written is given up, told once when it begins and once when it is
-over, and the steps go on; a disk that is merely slow holds the learner up for `PATIENCE_S` a step at most. Memory: `WAITING`
+are durable. Recording never ends a run: what cannot be written, whatever the error, is given up, told once when it begins and
+once when it is over, and the steps go on; a disk that is merely slow holds the learner up for `PATIENCE_S` a step at most. Memory: `WAITING`
 records. Held by tests/unit/learner/test_step_recorder.py and
 tests/process/test_step_record_kills.py.
 """
@@ -126,36 +126,34 @@ class StepRecorder:
             pq.write_table(rows, sink, compression="zstd")
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / rank_file(self._rank), sink.getvalue())
-        except OSError as error:
-            self._give_up(order, str(error))
-            return
-        if not first:
-            self._written()
-            return
-        facts = step_facts(
-            self._config, order, step.updates, step.seen, machine_facts(),
-            lr=step.lr, time_ms=step.time_ms, step_s=step.step_s,
-        )  # fmt: skip
-        self._unfinished.append(_Unfinished(folder, facts.to_json(), time.monotonic() + OTHERS_S))
+            if first:
+                facts = step_facts(
+                    self._config, order, step.updates, step.seen, machine_facts(),
+                    lr=step.lr, time_ms=step.time_ms, step_s=step.step_s,
+                )  # fmt: skip
+                self._unfinished.append(_Unfinished(folder, facts.to_json(), time.monotonic() + OTHERS_S))
+            else:
+                self._written()
+        except Exception as error:  # noqa: BLE001 - a thread that ends would hold up every step after it
+            self._give_up(order, _said(error))
 
     def _finish(self) -> None:
         """Write the facts of the records that all ranks have done their part of."""
         waiting = []
         for one in self._unfinished:
-            missing = [
-                r for r in range(1, self._config.learner.world_size) if not (one.folder / rank_file(r)).is_file()
-            ]
-            if missing and time.monotonic() < one.until_s:
-                waiting.append(one)
-            elif missing:
-                self._trouble(one.folder, f"no file of ranks {missing} after {OTHERS_S:.0f} s")
-            else:
-                try:
-                    write_atomically(one.folder / FACTS_FILE, one.facts)
-                except OSError as error:
-                    self._trouble(one.folder, str(error))
+            try:
+                missing = [
+                    r for r in range(1, self._config.learner.world_size) if not (one.folder / rank_file(r)).is_file()
+                ]
+                if missing and time.monotonic() < one.until_s:
+                    waiting.append(one)
+                elif missing:
+                    self._trouble(one.folder, f"no file of ranks {missing} after {OTHERS_S:.0f} s")
                 else:
+                    write_atomically(one.folder / FACTS_FILE, one.facts)
                     self._written()
+            except Exception as error:  # noqa: BLE001 - as in `_write`
+                self._trouble(one.folder, _said(error))
         self._unfinished = waiting
 
     def _give_up(self, order: RecordOrder, why: str) -> None:
@@ -175,3 +173,8 @@ class StepRecorder:
         if lost:
             self._log.info("steps are recorded again", lost=lost)
             self._notes.put(("steps recorded again", {"lost": lost}))
+
+
+def _said(error: Exception) -> str:
+    """An error of the system says enough; of any other its kind is part of what it says."""
+    return str(error) if isinstance(error, OSError) else repr(error)

@@ -145,6 +145,61 @@ def test_a_disk_that_is_too_slow_costs_records_and_not_the_run(tmp_path: Path, m
     assert len(steps) < 8
 
 
+def test_whatever_goes_wrong_with_a_record_the_next_one_is_written(tmp_path: Path, monkeypatch):
+    """No error of the system alone: a driver, say, that does not tell of its GPU."""
+    real, broken = step_recorder.machine_facts, threading.Event()
+    broken.set()
+
+    def facts(*args, **kwargs):
+        if broken.is_set():
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(step_recorder, "machine_facts", facts)
+    made = config(tmp_path)
+    recorder = StepRecorder(made)
+    recorder.put(step(0, 0, 1))
+    notes: list = []
+    wait_for(lambda: notes.extend(recorder.look()) or notes, "the note")
+    assert notes[0][0] == "steps not recorded"
+    assert "CUDA error" in notes[0][1]["error"]
+    broken.clear()
+    recorder.put(step(1, 0, 1))
+    recorder.close()
+    assert [p.step for p in recorded_steps(made.run.directory)] == [2]
+    assert recorder.look() == [("steps recorded again", {"lost": 1})]
+
+
+def test_a_folder_that_cannot_be_looked_into_costs_its_record_alone(tmp_path: Path, monkeypatch):
+    """What a network file system answers when the files of the other ranks are looked for."""
+    made = config(tmp_path, "learner.world_size=2")
+    real = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        if path.parent.name == "000001" and path.name == "rank-1.parquet":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    first, second = StepRecorder(made, 0), StepRecorder(made, 1)
+    for version in range(2):
+        second.put(step(version, 1))
+        first.put(step(version, 0))
+    first.close()
+    second.close()
+    assert [p.step for p in recorded_steps(made.run.directory)] == [2]
+    assert "Input/output error" in first.look()[0][1]["error"]
+
+
+def test_a_run_directory_that_takes_nothing_ends_no_run(tmp_path: Path):
+    (tmp_path / "r").write_text("a file where the run directory should be")
+    recorder = StepRecorder(config(tmp_path))
+    for version in range(3):
+        recorder.put(step(version, 0, 1))
+    recorder.close()
+    assert [what for what, _ in recorder.look()] == ["steps not recorded"]
+
+
 @pytest.mark.parametrize("tokens", [True, False])
 def test_lists_are_written_as_configured(tmp_path: Path, tokens: bool):
     made = config(tmp_path, f"recorder.tokens={str(tokens).lower()}")
