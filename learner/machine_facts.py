@@ -20,12 +20,14 @@ PACKAGES = ("anabranch", "torch", "deepspeed", "transformers", "numpy")
 class MachineFacts:
     packages: dict[str, str]  # name -> version
     cpu: str  # its name, and the instructions that torch uses
-    gpu: str  # '' for none
+    gpu: str  # '' for none, and for a learner that computes on the CPU
 
 
 @functools.cache
-def machine_facts() -> MachineFacts:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+def machine_facts(device: str) -> MachineFacts:
+    """`device`: `learner.device`. No GPU is touched for "cpu": asking one for its name takes memory of it. Raises RuntimeError: it
+    does not answer."""
+    gpu = torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else ""
     versions = {name: _version(name) for name in PACKAGES} | {"torch": str(torch.__version__)}
     return MachineFacts(versions, f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}", gpu)
 

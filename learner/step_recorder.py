@@ -128,7 +128,7 @@ class StepRecorder:
             write_atomically(folder / rank_file(self._rank), sink.getvalue())
             if first:
                 facts = step_facts(
-                    self._config, order, step.updates, step.seen, machine_facts(),
+                    self._config, order, step.updates, step.seen, machine_facts(self._config.learner.device),
                     lr=step.lr, time_ms=step.time_ms, step_s=step.step_s,
                 )  # fmt: skip
                 self._unfinished.append(_Unfinished(folder, facts.to_json(), time.monotonic() + OTHERS_S))

@@ -17,7 +17,7 @@ UPDATES = [UpdateFacts((0, 1), (1,), 1.0), UpdateFacts((2,), (), 1.0)]
 
 
 def made(*seen: SeenUpdate):
-    return step_facts(CONFIG, ORDER, UPDATES, seen, machine_facts(), lr=1e-4, time_ms=5, step_s=0.5)
+    return step_facts(CONFIG, ORDER, UPDATES, seen, machine_facts("cpu"), lr=1e-4, time_ms=5, step_s=0.5)
 
 
 def update(loss: float, norm: float, *, applied: bool = True, alarms: tuple[str, ...] = ()) -> SeenUpdate:
@@ -60,7 +60,21 @@ def test_the_digest_is_that_of_what_decides_the_arithmetic():
 
 
 def test_the_machine_is_named():
-    facts = machine_facts()
+    facts = machine_facts("cpu")
     assert facts.packages["torch"].startswith("2.")
     assert facts.cpu.count(",") >= 1
-    assert machine_facts() == facts
+    assert machine_facts("cpu") == facts
+
+
+def test_a_step_on_the_cpu_never_asks_for_a_gpu(monkeypatch):
+    """Asking opens a context there: hundreds of MiB of a GPU that others work on; and no bit of the step is its doing."""
+
+    def asked() -> str:
+        raise AssertionError("the GPU was asked for its name")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", asked)
+    asks = machine_facts.__wrapped__  # past its memory
+    assert asks("cpu").gpu == ""
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    assert asks("cuda").gpu == "a GPU"
