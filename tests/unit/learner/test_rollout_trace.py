@@ -15,6 +15,7 @@ from anabranch.schemas.config.correction import Objective
 from tests.unit.learner.conftest import make_batch
 
 OBJECTIVES = list(Objective.__args__)
+OPEN_VETO = {"veto_low": 0.0, "veto_high": 1e9}
 
 
 def drawn(count: int, seed: int = 0) -> torch.Tensor:
@@ -49,6 +50,25 @@ def test_numbers_worked_by_hand():
     assert one.loss_share == pytest.approx(-sum(0.25 * 1.5 * 2.0 * float(x) for x in ell), rel=1e-5)
     assert one.proximal is None
     assert np.array_equal(one.logprob, ell.numpy())
+
+
+def test_each_token_has_its_own_values_and_what_the_trust_region_left_out_is_told():
+    """icepop drops tokens whose ratio (proximal to behaviour) is far from 1: here every third one, at e^5."""
+    batch = make_batch([0], samples=2)
+    micro = padded(batch, [0, 1], np.array([1.0, -1.0]), np.array([0.5, 0.5]))
+    out = np.arange(len(micro.targets)) % 3 == 0
+    ell = torch.from_numpy(micro.behaviour + 5.0 * out.astype(np.float32))
+    entropy, proximal = drawn(len(out), 1).abs(), ell - 0.01
+    traces = trace(micro, ell, entropy, CorrectionSection(objective="icepop", **OPEN_VETO), proximal=proximal)
+    parts = [np.split(x, [int(micro.lengths[0])]) for x in (out, ell.numpy(), entropy.numpy(), proximal.numpy())]
+    for one, dropped, own, spread, before in zip(traces, *parts, strict=True):
+        assert one.kept.tolist() == (~dropped).tolist()
+        assert one.kept_fraction == pytest.approx(1 - dropped.mean())
+        assert 0 < one.kept_fraction < 1
+        assert np.array_equal(one.logprob, own)
+        assert np.array_equal(one.entropy, spread)
+        assert np.array_equal(one.proximal, before)
+        assert np.array_equal(one.factor == 0, dropped)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

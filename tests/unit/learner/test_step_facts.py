@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from anabranch.learner.machine_facts import machine_facts
 from anabranch.learner.step import UpdateFacts
 from anabranch.learner.step_facts import arithmetic_settings, digest_of, step_facts
@@ -50,12 +52,22 @@ def test_they_survive_json_with_every_bit_and_without_numbers_that_json_lacks():
 
 def test_the_digest_is_that_of_what_decides_the_arithmetic():
     same = load_config("", overrides=["run.name=other", "stream.block_ms=77"])
-    other = load_config("", overrides=["run.name=r", "correction.max_age=3"])
     assert (
         digest_of(arithmetic_settings(same))
         == digest_of(arithmetic_settings(CONFIG))
         == made(update(1.0, 1.0)).config_digest
     )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "learner.lr=0.5", "correction.max_age=3", "gates.ess=0.01", "run.seed=99", "sampling.temperature=0.5",
+        "sampling.max_tokens=33",
+    ],
+)  # fmt: skip
+def test_another_value_of_what_decides_the_arithmetic_is_another_digest(key):
+    other = load_config("", overrides=["run.name=r", key])
     assert digest_of(arithmetic_settings(other)) != digest_of(arithmetic_settings(CONFIG))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 from anabranch.consumers.version_files import digests, read_versions
 from anabranch.learner.version_lines import VersionLines
@@ -96,11 +97,26 @@ def test_a_manifest_that_nobody_can_read_costs_its_line_and_no_start(tmp_path: P
     assert told == {(1, 0), (1, 2), (1, 3), (2, 3), (2, 4)}
 
 
-def test_a_folder_in_the_place_of_the_file_fails_no_publication(tmp_path: Path):
+def test_a_folder_in_the_place_of_the_file_fails_no_publication_and_is_told_of_once(tmp_path: Path):
     world = MemoryWorld("run")
     (tmp_path / VERSIONS_FILE).mkdir()
-    publish(tmp_path, world, VersionLines(tmp_path / VERSIONS_FILE), steps=2)
+    with structlog.testing.capture_logs() as logs:
+        publish(tmp_path, world, VersionLines(tmp_path / VERSIONS_FILE), steps=2)
     assert max(e.policy.version for e in world.channel().index()) == 2
+    assert [log["event"] for log in logs].count("versions are not told of") == 1
+
+
+def test_a_manifest_that_is_handed_over_again_has_one_line(tmp_path: Path):
+    world, path = MemoryWorld("run"), tmp_path / VERSIONS_FILE
+    publish(tmp_path, world, VersionLines(path), steps=1)
+    before = path.read_bytes()
+    channel = world.channel()
+    again = channel.manifests([(entry.policy, entry.label) for entry in channel.index()])
+    for lines in (VersionLines(path), VersionLines(tmp_path / "other" / VERSIONS_FILE)):
+        for manifest in [*again, *again]:
+            lines.append(manifest)
+    assert path.read_bytes() == before
+    assert len((tmp_path / "other" / VERSIONS_FILE).read_bytes().splitlines()) == len(again)
 
 
 def test_a_file_that_cannot_be_written_fails_no_publication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
