@@ -70,18 +70,17 @@ class Keeper:
         self.turn(last=True)
 
     def turn(self, *, last: bool = False) -> None:
-        """Everything that is due, in bounded portions. Raises nothing that a disk or a file can do to it."""
-        try:
-            self._settle()
-            self._merge()
-            self._remove_parts(at_once=last)
-            self._retain()
-        except (OSError, pa.ArrowException, AnabranchError) as error:
-            if str(error) != self._trouble:  # else it was told
-                self._log.warning("recorded files are left as they are for now", error=str(error), retry_s=TURN_S)
-            self._trouble = str(error)
-        else:
-            self._trouble = ""
+        """Everything that is due, in bounded portions. Raises nothing that a disk or a file can do to it; what fails keeps nothing else
+        from being done, dropping above all: a full disk is what it is for."""
+        troubles = dict.fromkeys(
+            filter(
+                None, map(_failed, (self._settle, self._merge, lambda: self._remove_parts(at_once=last), self._retain))
+            )
+        )
+        trouble = "; ".join(troubles)
+        if trouble and trouble != self._trouble:  # else it was told
+            self._log.warning("recorded files are left as they are for now", error=trouble, retry_s=TURN_S)
+        self._trouble = trouble
 
     def _run(self) -> None:
         while not self._stopping.wait(TURN_S):
@@ -157,6 +156,15 @@ class Keeper:
     @property
     def _root(self) -> Path:
         return self._directory / "trajectories"
+
+
+def _failed(act: Callable[[], None]) -> str:
+    """Why, "" if it did not."""
+    try:
+        act()
+    except (OSError, pa.ArrowException, AnabranchError) as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _weighed(part: FilePart) -> merging.Weighed:

@@ -8,7 +8,7 @@ tests/property/test_keeping.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -36,21 +36,39 @@ def to_merge(files: Sequence[Weighed], *, target_bytes: int, at_least: int = AT_
     Args:
         files: all that count, of any partitions.
     """
+    everything = [one.file for one in files]
     ordered = sorted(files, key=lambda one: (one.file.partition.folder, one.file.first, one.file.last))
     for _, group in groupby(ordered, key=lambda one: one.file.partition.folder):
-        run: list[Weighed] = []
-        for one in group:
-            fits = one.settled and one.file.partition.run is not None and 2 * one.bytes <= target_bytes
-            apart = not run or one.file.first > max(other.file.last for other in run)
-            if fits and apart and sum(other.bytes for other in run) + one.bytes <= target_bytes:
-                run.append(one)
-                continue
-            if len(run) >= at_least:
-                break
-            run = [one] if fits and apart else []
-        if len(run) >= at_least:
-            return [one.file for one in run]
+        for run in _runs(group, target_bytes):
+            parts = [one.file for one in _worth(run)]
+            if len(parts) >= at_least and still_alone(parts, everything):
+                return parts
     return []
+
+
+def _runs(partition: Iterable[Weighed], target_bytes: int) -> Iterator[list[Weighed]]:
+    """Neighbours that may be merged. `partition`: by their first ids."""
+    run: list[Weighed] = []
+    for one in partition:
+        fits = one.settled and one.file.partition.run is not None and 2 * one.bytes <= target_bytes
+        apart = not run or one.file.first > max(other.file.last for other in run)
+        if fits and apart and sum(other.bytes for other in run) + one.bytes <= target_bytes:
+            run.append(one)
+        else:
+            yield run
+            run = [one] if fits and apart else []
+    yield run
+
+
+def _worth(run: list[Weighed]) -> list[Weighed]:
+    """Without a file that is larger than all others: into one of less than twice its size it is not written, so that a row is written
+    again a number of times that grows with the logarithm of `target_bytes`, not once for every few new files."""
+    while run:
+        at = max(range(len(run)), key=lambda i: run[i].bytes)
+        if 2 * run[at].bytes <= sum(one.bytes for one in run):
+            break
+        run = max(run[:at], run[at + 1 :], key=len)
+    return run
 
 
 def merge(parts: Sequence[RecordedFile]) -> pa.Table:

@@ -125,6 +125,17 @@ def test_a_full_disk_is_told_once_and_what_it_kept_from_being_done_is_done_later
     assert {r["fate"] for r in rows_that_count(tmp_path)} == {"dropped:age"}
 
 
+def test_what_cannot_be_settled_keeps_nothing_from_being_dropped(tmp_path: Path, clock: Clock):
+    settled_files(tmp_path, 3)
+    write_groups(tmp_path, 50)
+    newest = recorded_files(tmp_path / "trajectories")[-1].path
+    recorded_files(tmp_path / "trajectories")[0].path.write_bytes(b"PAR1")
+    with capture_logs() as logs:
+        keeper(tmp_path, clock, retain_bytes=newest.stat().st_size).turn()
+    assert [log["event"] for log in logs][:3] == ["dropped for want of space"] * 3
+    assert counted(tmp_path) == once([50])
+
+
 def test_a_damaged_file_stops_neither_thread_nor_recorder(tmp_path: Path, clock: Clock):
     settled_files(tmp_path, 2)
     (tmp_path / "trajectories/run=run/epoch=1/day=1970-01-01/region=east/1-0_2-0.parquet").write_bytes(b"PAR1")

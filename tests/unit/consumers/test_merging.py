@@ -57,6 +57,32 @@ def test_files_whose_ids_overlap_are_not_merged_into_one():
     assert chosen(weighed((1, 5), (3, 7), (8, 8))) == []
 
 
+def test_a_large_one_is_not_written_again_for_a_few_small_ones():
+    small = weighed(*((i, i) for i in range(2, 5)), bytes_=5)
+    assert chosen([*weighed((1, 1), bytes_=30), *small]) == [(2, 2), (3, 3), (4, 4)], "without it"
+    assert chosen([*small[:1], *weighed((3, 3), bytes_=30), *small[2:]]) == []
+    assert chosen([*weighed((1, 1), bytes_=15), *small]) == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_a_row_is_written_again_a_few_times_only():
+    files: list[Weighed] = []
+    written = 0
+    for index in range(512):
+        files.append(weighed((index, index), bytes_=1)[0])
+        while parts := to_merge(files, target_bytes=1024):
+            size = sum(one.bytes for one in files if one.file in parts)
+            one = replace(file(parts[0].first[0], parts[-1].last[0]), merged=True)
+            files = [other for other in files if other.file not in parts] + [Weighed(one, size, True)]
+            written += size
+    assert written <= 512 * 9, "log2 of 512 times; every eight new files into one would be 37 times"
+    assert len(files) <= 8 * 9
+
+
+def test_one_that_a_merged_file_would_hide_keeps_others_from_nothing():
+    files = weighed((1, 1), (2, 2), (4, 9)) + weighed((5, 6), settled=False) + weighed((20, 20), (21, 21), (22, 22))
+    assert chosen(files) == [(20, 20), (21, 21), (22, 22)]
+
+
 def test_one_that_came_between_is_seen():
     parts = [file(1, 2), file(5, 6)]
     assert still_alone(parts, [*parts, file(7, 8), file(1, 9, replace(EAST, region="west"))])
