@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -38,6 +39,9 @@ from anabranch.transport.log import setup_logging
 from anabranch.transport.runtime import StopSignal, run_service, sd_notify
 from anabranch.transport.stream import Delivery, TrajectoryStream
 from anabranch.transport.wiring import connect_hub, connect_regions
+
+if TYPE_CHECKING:
+    from anabranch.consumers.store_copier import StoreCopier
 
 CONSUMER = "recorder-0"
 QUIET_POLLS_TO_END = 3
@@ -220,8 +224,11 @@ def record(config: RunConfig) -> int:
         naming = threading.Lock()
         recorder = Recorder(streams, config.run.directory / "trajectories", config, naming=naming)
         keeper = Keeper(config.run.directory, config.recorder, naming=naming)
+        copier = _copier(config)
         hub = connect_hub(config)
         keeper.start()
+        if copier is not None:
+            copier.start()
         sd_notify("READY=1")
         quiet = 0
         waiting_since = time.monotonic()
@@ -239,9 +246,22 @@ def record(config: RunConfig) -> int:
                 raise DeadlineError.waiting_for(f"the last entries of {', '.join(paused)}", waited_s, why)
         recorder.flush()
         keeper.close()
+        if copier is not None:
+            copier.close(alive=lambda: sd_notify("WATCHDOG=1"), hurry=stop.is_set)
         return 0
 
     return run_service(main)
+
+
+def _copier(config: RunConfig) -> StoreCopier | None:
+    """None without recorder.store. Raises ConfigError if that is not usable."""
+    if not config.recorder.store:
+        return None
+    from anabranch.consumers.store_copier import StoreCopier, open_run_store  # obstore, which few recorders need
+
+    directory, name, section = config.run.directory, config.run.name, config.recorder
+    store = open_run_store(section.store, directory=directory, run=name, options=section.store_options)
+    return StoreCopier(directory, store, section, run=name)
 
 
 def _delivered(delivery: Delivery) -> tuple[str, str, int] | None:

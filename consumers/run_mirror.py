@@ -14,16 +14,19 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING
 
-from anabranch.schemas.errors import ConfigError, StreamUnavailableError, UsageError
+from anabranch.schemas.errors import StreamUnavailableError, UsageError
 from anabranch.transport.files import write_atomically
+
+if TYPE_CHECKING:
+    from anabranch.transport.object_store import ObjectStore
 
 _NAMES = re.compile(
     r"(trajectories/.*\.parquet|steps/epoch=\d+/\d+/(facts\.json|rank-\d+\.parquet)|fates/\d+\.jsonl|"
     r"metrics\.jsonl|versions\.jsonl|resolved\.toml|config\.toml)\Z"
 )
-_OF_CLIENT = ("allow_http", "allow_invalid_certificates")
+_LISTINGS = 3
 
 
 def cache_directory(url: str) -> Path:
@@ -43,49 +46,35 @@ def mirror_run(url: str, *, options: Mapping[str, str] | None = None, cache: Pat
         StreamUnavailableError: the store does not answer.
         UsageError: there is no run at that URL.
     """
-    import obstore
-    from obstore import exceptions
+    from anabranch.transport.object_store import ObjectStore, Place
 
     directory = cache or cache_directory(url)
-    store = _open(url, dict(options or {}))
-    try:
-        listed = [dict(meta) for page in obstore.list(store) for meta in page]
-        wanted = {str(meta["path"]): meta for meta in listed if _is_ours(str(meta["path"]))}
-        if not wanted:
-            raise UsageError(
-                f"{_shown(url)} holds no recorded run: neither trajectories, steps, fates nor metrics.jsonl"
-            )
-        _forget(directory, set(wanted))
-        # facts last: a step's record is whole when they are there
-        for name in sorted(wanted, key=lambda name: (name.endswith("facts.json"), name)):
-            target, meta = directory / name, wanted[name]
-            changed_s = meta["last_modified"].timestamp()
-            if not _same(target, meta["size"], changed_s):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(target, bytes(obstore.get(store, name).bytes()))
-                os.utime(target, (changed_s, changed_s))
-    except FileNotFoundError as error:
-        raise UsageError(f"{_shown(url)}: {error}; ask again if the recorder is at work there") from error
-    except (exceptions.BaseError, OSError) as error:
-        raise StreamUnavailableError(
-            f"{_shown(url)} does not answer as it should: {str(error).splitlines()[0][:300]}"
-        ) from error
-    return directory
+    store = ObjectStore(
+        url, Place("the store", "--run", "what is there"), options={} if url.startswith("file://") else options
+    )
+    for _ in range(_LISTINGS):
+        if _fetch(store, directory):
+            return directory
+    raise StreamUnavailableError(f"{store.where}: files go faster than they are fetched; ask again")
 
 
-def _open(url: str, options: dict[str, str]) -> Any:
-    from obstore import exceptions
-    from obstore.store import from_url
-
-    client: dict[str, Any] = {
-        name: options.pop(name).lower() in ("true", "1", "yes") for name in _OF_CLIENT if name in options
-    }
-    try:
-        if url.startswith("file://"):
-            return from_url(url)
-        return from_url(url, config=options, client_options=client)  # type: ignore[call-overload]
-    except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"{_shown(url)} cannot be used: {str(error).splitlines()[0][:300]}") from error
+def _fetch(store: ObjectStore, directory: Path) -> bool:
+    """Whether all that a listing named was still there."""
+    wanted = {one.path: one for one in store.list() if _is_ours(one.path)}
+    if not wanted:
+        raise UsageError(f"{store.where} holds no recorded run: neither trajectories, steps, fates nor metrics.jsonl")
+    _forget(directory, set(wanted))
+    # facts last: a step's record is whole when they are there
+    for name in sorted(wanted, key=lambda name: (name.endswith("facts.json"), name)):
+        target, one = directory / name, wanted[name]
+        if not _same(target, one.bytes, one.changed_s):
+            content = store.get(name)
+            if content is None:  # merged or dropped meanwhile
+                return False
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(target, content)
+            os.utime(target, (one.changed_s, one.changed_s))
+    return True
 
 
 def _is_ours(name: str) -> bool:
@@ -104,8 +93,3 @@ def _forget(directory: Path, wanted: set[str]) -> None:
     for path in directory.rglob("*") if directory.is_dir() else ():
         if path.is_file() and str(path.relative_to(directory)) not in wanted:
             path.unlink()
-
-
-def _shown(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"

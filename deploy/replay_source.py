@@ -76,8 +76,13 @@ def _directory(run: str | None, config: RunConfig | None) -> Path | None:
     if "://" in run:
         from anabranch.consumers.run_mirror import mirror_run
 
-        return mirror_run(run, options={} if config is None else dict(config.channel.blob_options))
+        return mirror_run(run, options=_store_options(config))
     return checked_directory(Path(run))
+
+
+def _store_options(config: RunConfig | None) -> dict[str, str]:
+    """Those of the recorder's store; a run that was copied by hand lies where its weights do."""
+    return {} if config is None else dict(config.recorder.store_options or config.channel.blob_options)
 
 
 def checked_directory(path: Path) -> Path:

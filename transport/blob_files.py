@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 from anabranch.transport.files import sync_directory
@@ -17,7 +18,7 @@ from anabranch.transport.files import sync_directory
 _FORGOTTEN_S = 3600.0
 
 
-def write_durably(target: Path, content: bytes, *, aside: Path) -> None:
+def write_durably(target: Path, content: bytes | Iterable[bytes], *, aside: Path) -> None:
     """Write into the folder `aside`, fsync, rename to `target`. Raises OSError; nothing is left behind then."""
     if not aside.is_dir():
         make_durably(aside)
@@ -28,7 +29,7 @@ def write_durably(target: Path, content: bytes, *, aside: Path) -> None:
     try:
         fd = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         with open(fd, "wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.rename(written, target)

@@ -1,4 +1,4 @@
-"""Rules of the channel's section: URLs of blob stores, options that must not hold secrets, public keys.
+"""Rules of the channel's section, and of the recorder's store: URLs of stores, options that must not hold secrets, public keys.
 
 Invariant: a URL that passes names a whole place, so that nothing of it is dropped silently, and neither it nor an option
 holds a password or a key: configurations are printed and written to run directories. No message quotes what may be secret.
@@ -38,11 +38,15 @@ _SMALL_ORDER = {0, 1, _ORDER_8, _P - _ORDER_8, _P - 1, _P, _P + 1}
 
 def check_blobs(url: str) -> None:
     """Raises ValueError unless `url` is "redis" or names a whole place in an object store or directory."""
-    if url == "redis":
-        return
+    if url != "redis":
+        check_store(url, none_of="neither redis nor one of")
+
+
+def check_store(url: str, *, none_of: str = "none of") -> None:
+    """Raises ValueError unless `url` names a whole place in an object store or directory."""
     scheme = url.partition("://")[0]
     if "://" not in url or scheme not in _FORMS:
-        raise ValueError(f"neither redis nor one of {', '.join(_FORMS.values())}")
+        raise ValueError(f"{none_of} {', '.join(_FORMS.values())}")
     form = _FORMS[scheme]
     if _USER_IN_URL.search(url):
         raise ValueError(
@@ -66,10 +70,10 @@ def check_blobs(url: str) -> None:
         raise ValueError(f"it names no container; the form is {form}")
 
 
-def check_blob_options(url: str, options: Mapping[str, str]) -> None:
+def check_blob_options(url: str, options: Mapping[str, str], *, key: str = "channel.blob_options") -> None:
     """Raises ValueError for an option that looks like a secret; names the variable that takes it instead."""
     for name, value in options.items():
-        shown = f"channel.blob_options.{name[:80]}"
+        shown = f"{key}.{name[:80]}"
         if _SECRET.search(name) and not _NO_SECRET.search(name):
             raise ValueError(
                 f"{shown} looks like a secret, and this is printed and kept: set "

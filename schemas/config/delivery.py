@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from anabranch.schemas.config import channel_rules
 from anabranch.schemas.config.section import Section
 
 MAX_ENTRY_BYTES = 512 * 2**20  # proto-max-bulk-len of a Redis
@@ -107,3 +108,24 @@ class RecorderSection(Section):
         ge=0,
         description="of recorded trajectories and steps together; beyond it the recorder drops the oldest. 0: it drops nothing",
     )
+    store: str = Field(
+        "",
+        description="where the recorder keeps a copy of the run, below RUN: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+        "az://ACCOUNT/CONTAINER/PREFIX, file:///DIR; credentials come from the environment (AWS_ACCESS_KEY_ID, ...), never from here. "
+        "Empty: nowhere. recorder.retain_bytes holds there too",
+    )
+    store_options: dict[str, str] = Field(
+        default_factory=dict, description="options of that object store, e.g. endpoint, region, allow_http"
+    )
+
+    @field_validator("store")
+    @classmethod
+    def _known_store(cls, store: str) -> str:
+        if store:
+            channel_rules.check_store(store)
+        return store
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Self:
+        channel_rules.check_blob_options(self.store, self.store_options, key="recorder.store_options")
+        return self

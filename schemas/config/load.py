@@ -20,7 +20,9 @@ from anabranch.schemas.config.models import RunConfig
 from anabranch.schemas.errors import ConfigError, UnsafeSamplingError, redact_url
 
 ENV_PREFIX = "ANABRANCH__"
-_MAY_HOLD_SECRETS = frozenset({"url", "weights_url", "blobs", "blob_options"})  # a mistaken value is not quoted
+_MAY_HOLD_SECRETS = frozenset(
+    {"url", "weights_url", "blobs", "blob_options", "store", "store_options"}
+)  # a mistaken value is not quoted
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 

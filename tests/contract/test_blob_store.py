@@ -279,7 +279,7 @@ def test_only_the_last_component_of_a_directory_is_made_and_only_once(tmp_path):
 
 def test_a_container_of_azure_is_that_of_its_url(monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
-    store = ObjectBlobStore("az://account/container/pre/fix", "r")._store
+    store = ObjectBlobStore("az://account/container/pre/fix", "r")._objects._store
     assert store.config["account_name"] == "account"
     assert store.config["container_name"] == "container"
     assert store.prefix == "pre/fix"

@@ -37,6 +37,19 @@ def test_without_a_directory_the_streams_are_read(tmp_path: Path) -> None:
         pass
 
 
+def test_a_store_is_asked_with_the_options_of_the_recorders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "anabranch.consumers.run_mirror.mirror_run",
+        lambda url, *, options: asked.append((url, options)) or write_run(tmp_path / str(len(asked))),
+    )
+    for recorder in ({"store": "s3://b", "store_options": {"region": "mine"}}, {}):
+        config = RunConfig.model_validate({"recorder": recorder, "channel": {"blob_options": {"region": "weights"}}})
+        with open_source("s3://b/run", config):
+            pass
+    assert asked == [("s3://b/run", {"region": "mine"}), ("s3://b/run", {"region": "weights"})]
+
+
 def test_a_store_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = write_run(tmp_path / "store")

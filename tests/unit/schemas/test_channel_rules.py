@@ -97,6 +97,20 @@ def test_harmless_options_are_taken():
     assert set(config.channel.blob_options) == set(names)
 
 
+def test_the_recorders_store_keeps_the_same_rules():
+    config = load_config("", overrides=["recorder.store=s3://b/p", 'recorder.store_options={region = "x"}'])
+    assert (config.recorder.store, config.recorder.store_options) == ("s3://b/p", {"region": "x"})
+    assert load_config("").recorder.store == ""
+    assert "none of s3://BUCKET/PREFIX" in refused("recorder.store=redis")
+    for text in (
+        refused("recorder.store=s3://k:s3cret@b/p"),
+        refused("recorder.store=s3://b/p", 'recorder.store_options={secret_access_key = "s3cret"}'),
+    ):
+        assert "s3cret" not in text
+        assert "AWS_SECRET_ACCESS_KEY" in text
+    assert "recorder.store_options.secret_access_key looks like a secret" in text
+
+
 def test_no_password_of_a_replica_is_dumped():
     config = load_config("", overrides=["regions.eu.url=redis://h", "regions.eu.weights_url=redis://u:s3cret@h:1"])
     assert "s3cret" not in dump_toml(config) + json.dumps(dump_json(config))
